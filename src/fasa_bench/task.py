@@ -1,0 +1,71 @@
+"""What a task is: examples in, scores out. It never sees a method or the network's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+if TYPE_CHECKING:
+    from fasa_bench.models import Model
+
+Metric = dict[str, float | int | None]  # {"value", "ci_low", "ci_high", "n"}; None where nothing could be computed
+
+
+@dataclass
+class Example:
+    """One unit of work: a prompt, then either free generation or a given continuation that is scored.
+
+    prompt_ids: token ids of the prompt, special tokens included where the task wants them.
+    target_ids: if given, these ids are fed one decode step at a time (teacher forcing) and their negative
+        log-likelihoods are the prediction. The first of them is predicted by the dense prompt pass.
+    stop_token_ids: end generation besides the model's own end tokens.
+    min_new_tokens: end tokens cannot be chosen before this many tokens.
+    fields: what the task wants stored in the row (data set, answers, prompt hash, ...); JSON types only.
+    """
+
+    id: str
+    prompt_ids: list[int]
+    target_ids: list[int] | None = None
+    max_new_tokens: int = 0
+    min_new_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Prediction:
+    """What decoding gave: token_ids and text are the generated part only, without the prompt.
+
+    nll: negative log-likelihood (nats) of each target id when the example was teacher-forced, else None.
+    """
+
+    token_ids: list[int]
+    text: str
+    finish_reason: Literal["stop", "length", "forced"]
+    nll: list[float] | None = None
+
+
+@dataclass
+class Task:
+    """Base of every task. Parameters are dataclass fields, set from conf/task/*.yaml and checked by their types."""
+
+    name: ClassVar[str] = ""
+    # field name -> how paper, official code and ours differ there; logged with every run
+    notes: ClassVar[dict[str, str]] = {}
+
+    def examples(self, model: Model) -> Iterator[Example]:
+        """Yield the examples in a fixed order; `model` gives tokenizer, max_input and chat template, not weights."""
+        raise NotImplementedError
+
+    def fingerprint(self) -> str:
+        """Hash of the data and prompt files this task reads: it goes into the run id."""
+        raise NotImplementedError
+
+    def score(self, example: Example, prediction: Prediction) -> dict[str, Any]:
+        """Scores of one example, stored in its row under "scores"; JSON types only."""
+        raise NotImplementedError
+
+    def metrics(self, rows: list[dict[str, Any]]) -> dict[str, Metric]:
+        """Sum stored rows up; each row has at least "id", "scores", "fields". Includes 95 % bootstrap CIs."""
+        raise NotImplementedError
