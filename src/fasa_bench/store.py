@@ -1,0 +1,318 @@
+"""The run folder: what was asked, what came out and where it ran. A kill at any moment costs at most the row in hand.
+
+<results_dir>/runs/<run_id>/config.yaml        settings of the run
+                            predictions.jsonl  one row per finished example, appended and synced one by one
+                            summary.json       metrics, latency, memory; written whole or not at all
+                            env.json           versions and hardware that computed the rows
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from types import TracebackType
+from typing import Any
+
+import yaml
+from filelock import FileLock, Timeout
+
+from fasa_bench.errors import UserError
+
+log = logging.getLogger("fasa_bench")
+
+STATUSES = ("complete", "failed", "interrupted", "partial")
+
+
+def run_id(identity: Mapping[str, Any]) -> str:
+    """16 hex digits of the SHA-256 of `identity`: all that can change an output, in JSON types.
+
+    The order of keys does not matter; 1 and 1.0 differ (a budget of one token is not a ratio of one).
+    Raises UserError for NaN or infinity, which compare unequal to themselves and have no JSON form.
+    """
+    try:
+        text = json.dumps(identity, sort_keys=True, allow_nan=False, separators=(",", ":"))
+    except ValueError as error:
+        bad = {key: value for key, value in flatten(identity).items() if isinstance(value, float)}
+        names = ", ".join(f"{key}={value}" for key, value in bad.items() if not math.isfinite(value))
+        raise UserError(f"a setting of the run is no finite number: {names or error}") from error
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}; lists stay whole."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def plain(value: Any) -> Any:
+    """The same in JSON types: NaN and infinities become None, numpy and torch values Python ones, tuples lists."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if hasattr(value, "tolist"):  # numpy and torch, scalars included
+        return plain(value.tolist())
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return [plain(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return str(value) if isinstance(value, PurePath) else value
+
+
+class RunStore:
+    """The one writer of a run folder; a context manager.
+
+    rows: what the folder holds, in file order; done: their ids; env: where the rows were computed.
+    Entering raises UserError when the folder cannot be used or another process is writing it.
+    """
+
+    def __init__(self, results_dir: str | Path, run_id: str, config: Mapping[str, Any]) -> None:
+        self.results_dir = Path(results_dir)
+        self.run_id = run_id
+        self.config: dict[str, Any] = plain(config)
+        self.folder = self.results_dir / "runs" / run_id
+        self.rows: list[dict[str, Any]] = []
+        self.done: set[str] = set()
+        self.env: dict[str, Any] = {}
+        self._file = -1
+
+    def __enter__(self) -> RunStore:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock()
+            try:
+                self._open()
+            except BaseException:
+                self._close()
+                raise
+        except OSError as error:
+            reason = error.strerror or error
+            raise UserError.of(
+                "results_dir", str(self.results_dir), f"{reason} ({error.filename}); give a folder that can be written"
+            ) from error
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close()
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Add one row and wait until it is on the disk.
+
+        Raises ValueError for a row without id or with one that is stored already, UserError when it cannot be
+        written; the file then ends with the last whole row.
+        """
+        row = plain(row)
+        key = row.get("id")
+        if not isinstance(key, str) or key in self.done:
+            raise ValueError(f"the id of a row must be a new string, not {key!r}")
+        # A lone surrogate has no UTF-8 form; its backslash escape is JSON for the same character.
+        line = json.dumps(row, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
+        try:
+            self._update_env()
+            rest = memoryview(line)
+            while rest:
+                rest = rest[os.write(self._file, rest) :]
+            os.fsync(self._file)
+        except BaseException as error:
+            with suppress(OSError):  # else the next start drops the half-written line
+                os.ftruncate(self._file, self._size)
+            if isinstance(error, OSError):
+                raise UserError(
+                    f"{self.folder / 'predictions.jsonl'} cannot be written: {error.strerror or error}. "
+                    f"{len(self.rows)} finished examples are kept: once that is mended, start the same command again "
+                    "and it goes on from there"
+                ) from error
+            raise
+        self._size += len(line)
+        self.rows.append(json.loads(line))  # as a later start will read it, so that both sum up alike
+        self.done.add(key)
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Replace summary.json; run_id, env and config are filled in. Raises UserError if it cannot be written."""
+        if summary.get("status") not in STATUSES:
+            raise ValueError(f"status={summary.get('status')!r} is not one of {', '.join(STATUSES)}")
+        whole = {"run_id": self.run_id, **summary}
+        whole.setdefault("env", self.env)
+        whole.setdefault("config", self.config)
+        try:
+            _replace(self.folder / "summary.json", _json(whole))
+        except OSError as error:
+            raise UserError(
+                f"{self.folder / 'summary.json'} cannot be written: {error.strerror or error}. All rows are kept: "
+                "once that is mended, start the same command again"
+            ) from error
+
+    def _lock(self) -> None:
+        holder = self.folder / ".writer"  # beside the lock, because the lock file itself belongs to filelock
+        self._filelock = FileLock(self.folder / ".lock")
+        try:
+            self._filelock.acquire(timeout=0)  # the system drops it when its holder dies, also by kill -9
+        except Timeout as error:
+            try:
+                who = holder.read_text().strip()
+            except OSError:  # it has the lock, and has not yet said who it is
+                who = "another process"
+            raise UserError(
+                f"{self.folder} is being written by {who}: wait until it ends, or end it, and start this command again"
+            ) from error
+        with suppress(OSError):  # only for the message; a full disk is reported where it matters
+            holder.write_text(f"process {os.getpid()} (since {time.strftime('%Y-%m-%d %H:%M:%S')})\n")
+
+    def _open(self) -> None:
+        path = self.folder / "predictions.jsonl"
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0), 0o666)
+        data = path.read_bytes()
+        self.rows, good, dropped = _scan(data)
+        for problem in dropped:
+            log.warning("%s: %s", path, problem)
+        if good != data and data.startswith(good):
+            os.ftruncate(self._file, len(good))  # needs no free space
+            os.fsync(self._file)
+        elif good != data:
+            os.close(self._file)
+            _replace(path, good)
+            self._file = os.open(path, os.O_WRONLY | os.O_APPEND | getattr(os, "O_BINARY", 0))
+        self._size = len(good)
+        self.done = {row["id"] for row in self.rows}
+        _replace(self.folder / "config.yaml", yaml.safe_dump(self.config, sort_keys=False, allow_unicode=True).encode())
+        from fasa_bench.environment import environment  # not at the top: reading stored runs needs no torch
+
+        self._here = plain(environment())
+        self.env = (self.rows and _read_json(self.folder / "env.json")) or self._here
+        if self.env is self._here:
+            _replace(self.folder / "env.json", _json(self.env))
+
+    def _update_env(self) -> None:
+        """Record a changed environment with the first row computed in it, not when a finished run is only looked at."""
+        before = {key: value for key, value in self.env.items() if key != "earlier"}
+        if before == self._here:
+            return
+        old, new = flatten(before), flatten(self._here)
+        changes = [f"{key} {old.get(key)} -> {new.get(key)}" for key in new | old if old.get(key) != new.get(key)]
+        log.warning(
+            "%s: the %d stored rows come from another environment (%s)", self.folder, len(self.rows), "; ".join(changes)
+        )
+        self.env = {**self._here, "earlier": [*self.env.get("earlier", []), before]}
+        _replace(self.folder / "env.json", _json(self.env))
+
+    def _close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+        with suppress(OSError):
+            (self.folder / ".writer").unlink()
+        self._filelock.release()
+
+
+@dataclass(frozen=True)
+class Run:
+    """A stored run, finished or not. summary is {} while there is none."""
+
+    folder: Path
+    config: dict[str, Any]
+    summary: dict[str, Any]
+    rows: list[dict[str, Any]]
+    env: dict[str, Any]
+
+    @property
+    def status(self) -> str:
+        """One of STATUSES; a run without a summary is still going on or was killed, hence partial."""
+        return str(self.summary.get("status", "partial"))
+
+
+def load_run(folder: str | Path) -> Run:
+    """Read a run folder without locking or changing it. Raises UserError if it is none."""
+    folder = Path(folder)
+    try:
+        config = yaml.safe_load((folder / "config.yaml").read_text("utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise UserError(f"{folder} is not a run folder: its config.yaml cannot be read ({error})") from error
+    path = folder / "predictions.jsonl"
+    rows, _, _ = _scan(path.read_bytes() if path.exists() else b"")
+    return Run(folder, config or {}, _read_json(folder / "summary.json"), rows, _read_json(folder / "env.json"))
+
+
+def find_runs(results_dir: str | Path) -> list[Run]:
+    """All runs under `results_dir`, in the order of their ids. Folders that are no runs are left out with a message."""
+    runs = []
+    for folder in sorted(path for path in Path(results_dir).glob("runs/*") if path.is_dir()):
+        try:
+            runs.append(load_run(folder))
+        except UserError as error:
+            log.warning("%s; left out", error)
+    return runs
+
+
+def _scan(data: bytes) -> tuple[list[dict[str, Any]], bytes, list[str]]:
+    """Rows of a predictions file, the bytes that hold them, and what is wrong with the others."""
+    rows: list[dict[str, Any]] = []
+    good: list[bytes] = []
+    dropped: list[str] = []
+    seen: set[str] = set()
+    *lines, tail = data.split(b"\n")
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line.decode())
+            key = row["id"]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            key = None
+        if not isinstance(key, str):
+            dropped.append(f"line {number} is damaged; dropped, its example runs again")
+        elif key in seen:
+            dropped.append(f"line {number} repeats the id {key!r}; dropped, the first one counts")
+        else:
+            seen.add(key)
+            rows.append(row)
+            good.append(line + b"\n")
+    if tail:
+        dropped.append("the last line is half-written; dropped, its example runs again")
+    return rows, b"".join(good), dropped
+
+
+def _json(value: Any) -> bytes:
+    return (json.dumps(plain(value), indent=2, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes().decode())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        log.warning("%s cannot be read (%s); taken as missing", path, error)
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write a file so that a reader, or a power cut, sees the old one or the new one and nothing between."""
+    temporary = path.with_name(f".{path.name}.new")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+    with suppress(OSError):  # the new name is on the disk too; Windows cannot open folders
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
