@@ -1,0 +1,207 @@
+"""Attention registered with transformers: dense over the prompt, by the method's choice while decoding.
+
+transformers calls `forward` for every layer with un-repeated keys and values and hands `attention_mask` through from
+`hand_padding_on`, so that nothing of a model's code is copied or patched (see facts: AttentionInterface,
+AttentionMaskInterface). Causality never needs a mask of transformers': a token is visible when its true position is
+neither -1 (padding) nor after the query's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from fasa_bench.cache import Cache, KVLayer
+from fasa_bench.clock import Clock
+from fasa_bench.method import Method
+
+NAME = "fasa_bench"
+
+
+@dataclass
+class Tally:
+    """What decode steps really read, summed over steps and layers."""
+
+    layer_steps: int = 0
+    attended: float = 0.0  # tokens a head read
+    cached: float = 0.0  # tokens a head held
+    sparse: dict[int, int] = field(default_factory=dict)  # layer -> steps that read fewer tokens than had passed
+
+    def count(self, layer: KVLayer, attended: float) -> None:
+        self.layer_steps += 1
+        self.attended += attended
+        self.cached += layer.length
+        self.sparse[layer.index] = self.sparse.get(layer.index, 0) + int(attended < layer.seen)
+
+
+@dataclass
+class Reading:
+    """How the forward pass in progress treats the cache. method None: the dense prompt pass.
+
+    backend: dense attention of the prompt pass. observe: last prompt queries to keep for the methods.
+    reserve: tokens that decoding is expected to append.
+    """
+
+    cache: Cache
+    method: Method | None
+    backend: str = "sdpa"
+    observe: int = 0
+    reserve: int = 0
+    clock: Clock = field(default_factory=Clock)
+    tally: Tally = field(default_factory=Tally)
+
+
+_reading: ContextVar[Reading] = ContextVar("reading")
+
+
+@contextlib.contextmanager
+def installed(network: PreTrainedModel) -> Iterator[None]:
+    """Let the network use this module's attention, and put its own back afterwards."""
+    before = network.config._attn_implementation
+    network.set_attn_implementation(NAME)
+    try:
+        yield
+    finally:
+        network.set_attn_implementation(before)
+
+
+@contextlib.contextmanager
+def reading(state: Reading) -> Iterator[Reading]:
+    """Forward passes inside this block read and fill `state.cache`."""
+    token = _reading.set(state)
+    try:
+        yield state
+    finally:
+        _reading.reset(token)
+
+
+def forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    position_ids: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """query [b, Hq, q, d], key and value [b, H, q, d] of the new tokens, rotated -> ([b, q, Hq, d], None)."""
+    state = _reading.get(None)
+    if state is None:
+        raise RuntimeError(f"attention '{NAME}' works only inside fasa_bench.attention.reading(...)")
+    layer = state.cache.layers[int(module.layer_idx)]  # type: ignore[arg-type]
+    layer.scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    positions = _positions(layer, key, attention_mask, position_ids)
+    if state.method is None:
+        return _prompt(state, module, layer, query, key, value, positions), None
+    outputs = []
+    for i in range(query.shape[2]):  # one after the other: a method may evict between two tokens of one call
+        now = slice(i, i + 1)
+        layer.append(key[:, :, now], value[:, :, now], positions[:, now])
+        outputs.append(_step(state, state.method, layer, query[:, :, now]))
+    return torch.cat(outputs, dim=1), None
+
+
+def hand_padding_on(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
+    """The mask function: pass the 2-D padding mask [b, tokens so far] through, None when nothing is padded."""
+    if attention_mask is None or attention_mask.all():
+        return None
+    return attention_mask.bool()
+
+
+AttentionInterface.register(NAME, forward)
+AttentionMaskInterface.register(NAME, hand_padding_on)
+
+
+def _positions(layer: KVLayer, key: Tensor, padding: Tensor | None, position_ids: Tensor | None) -> Tensor:
+    """True positions [b, q] of the new tokens; -1 for padding."""
+    batch, _, new, _ = key.shape
+    if position_ids is None:
+        position_ids = torch.arange(layer.seen, layer.seen + new, device=key.device)[None]
+    positions = position_ids.to(key.device).expand(batch, new)
+    if padding is not None:
+        positions = positions.masked_fill(~padding[:, -new:].to(key.device), -1)
+        layer.padded = True
+    return positions
+
+
+def _prompt(
+    state: Reading,
+    module: torch.nn.Module,
+    layer: KVLayer,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    positions: Tensor,
+) -> Tensor:
+    """Dense causal attention of the prompt (paper B.1: no method touches it); the prompt may come in several calls."""
+    layer.append(key, value, positions, reserve=state.reserve)
+    if state.observe:
+        earlier = [] if layer.prompt_queries is None else [layer.prompt_queries]
+        layer.prompt_queries = torch.cat([*earlier, query], dim=2)[:, :, -state.observe :].clone()
+    keys, values = layer.keys, layer.values
+    whole = query.shape[2] == keys.shape[2]
+    mask = None
+    if layer.padded or not whole:
+        held = layer.positions[:, 0]
+        mask = (held[:, None, :] >= 0) & (held[:, None, :] <= positions[:, :, None])
+        mask |= (positions < 0)[:, :, None]  # a padded query sees everything, else its softmax would be 0 / 0
+        mask = mask[:, None]
+    if state.backend == "flash_attention_2" and mask is None:
+        from flash_attn import flash_attn_func
+
+        heads_last = (tensor.transpose(1, 2) for tensor in (query, keys, values))
+        return flash_attn_func(*heads_last, softmax_scale=layer.scale, causal=True)
+    dense = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    return dense(module, query, keys, values, mask, scaling=layer.scale, is_causal=mask is None)[0]
+
+
+def _step(state: Reading, method: Method, layer: KVLayer, query: Tensor) -> Tensor:
+    """One decode step of one layer: select, attend, update. query [b, Hq, 1, d] -> [b, 1, Hq, d]."""
+    slots = None
+    if layer.budget is not None and layer.length > layer.budget and layer.index not in method.dense_layers:
+        with state.clock.stage("select"):
+            slots = method.select(layer, query)
+    with state.clock.stage("attend"):
+        output, weights, attended = attend(layer, query, slots, method.ragged)
+    state.tally.count(layer, attended)
+    with state.clock.stage("update"):
+        method.decoded(layer, query, weights)
+    return output
+
+
+def attend(layer: KVLayer, query: Tensor, slots: Tensor | None, ragged: bool = False) -> tuple[Tensor, Tensor, float]:
+    """Exact attention over the given slots [b, H or Hq, 1, m], or over everything.
+
+    ragged: a slot of -1 stands for nothing, so that rows may read different numbers of tokens. Softmax in float32.
+    Returns the output [b, 1, Hq, d], the weights [b, Hq, m] and the mean number of tokens a head read.
+    """
+    visible: Tensor | None
+    if slots is None:
+        keys, values, visible = layer.keys, layer.values, layer.real
+    else:
+        chosen = slots[:, :, 0]
+        existing = chosen.clamp(min=0) if ragged else chosen
+        keys, values = layer.gather(existing)
+        visible = chosen >= 0 if ragged else None
+        if layer.padded:
+            real = layer.positions_of(existing) >= 0
+            visible = real if visible is None else visible & real
+    batch, heads, n, _ = keys.shape
+    scores = torch.matmul(query.reshape(batch, heads, -1, query.shape[-1]), keys.transpose(-1, -2)) * layer.scale
+    attended = float(n)
+    if visible is not None:
+        attended = float(visible.expand(batch, heads, n).sum(-1).float().mean())
+        # the least number, not -inf: a row that sees nothing (padding) must not become NaN and spread
+        scores = scores.masked_fill(~visible[:, :, None], torch.finfo(scores.dtype).min)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32)
+    output = torch.matmul(weights.to(values.dtype), values)
+    return output.reshape(batch, 1, -1, values.shape[-1]), weights.reshape(batch, -1, n), attended

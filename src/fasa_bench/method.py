@@ -1,0 +1,122 @@
+"""What a method is: three hooks on one layer, and the meaning of a budget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from fasa_bench.cache import KVLayer
+from fasa_bench.errors import UserError
+
+if TYPE_CHECKING:
+    from fasa_bench.calibration import Calibration
+    from fasa_bench.models import Model
+
+
+@dataclass
+class Method:
+    """Base of every method; parameters are dataclass fields, set from conf/method/*.yaml.
+
+    A method object belongs to one model (`prepare`) and holds nothing of a sequence: what it remembers of one goes
+    into `layer.state`. Budgets are in tokens per head and step and count everything that is read: sinks, recent
+    tokens and the current token too. `layer.budget` is the budget of that layer; `select` is asked only when it is
+    set and the layer holds more.
+
+    name: what the run is filed under. dense_layers: layers that read everything.
+    """
+
+    name: str
+    dense_layers: list[int] = field(default_factory=list)
+
+    takes_budget: ClassVar[bool] = True
+    uses_calibration: ClassVar[bool] = False
+    speed: ClassVar[Literal["physical", "simulated"]] = "physical"  # simulated: reads as much as full KV does
+    ragged: ClassVar[bool] = False  # `select` may fill rows up with slots of -1
+    query_window: ClassVar[int] = 0  # last prompt queries that `prefill` wants to see
+    # field name -> how paper, authors' code and ours differ there; logged with every run
+    notes: ClassVar[dict[str, str]] = {}
+
+    def prepare(self, model: Model, calibration: Calibration) -> None:
+        """Once per run, before any sequence: look up what depends on the model only."""
+
+    def smallest_budget(self) -> int:
+        """The least number of tokens this method can work with."""
+        return 1
+
+    def prefill(self, layer: KVLayer, query: Tensor | None) -> None:
+        """After the dense prompt pass: build an index, or evict. query [b, Hq, query_window, d], rotated, or None."""
+
+    def select(self, layer: KVLayer, query: Tensor) -> Tensor | None:
+        """Slots to read for this query [b, Hq, 1, d]: [b, H or Hq, 1, m], ascending; None reads everything."""
+        return None
+
+    def decoded(self, layer: KVLayer, query: Tensor, weights: Tensor) -> None:
+        """After each step: update statistics, or evict. weights [b, Hq, m] over the tokens that were read."""
+
+
+def resolve_budget(budget: int | float | None, prompt_tokens: int) -> int | None:
+    """Tokens per head and step: an int is tokens, a float in (0, 1] a share of the prompt (at least 1 token).
+
+    None and the ratio 1.0 mean no limit: what is generated after the prompt is then read as well.
+    """
+    if budget is None or (isinstance(budget, float) and budget == 1.0):
+        return None
+    if isinstance(budget, float):
+        return max(1, int(budget * prompt_tokens))
+    return budget
+
+
+def check_budget(budget: object, method: Method) -> int | float | None:
+    """The budget key of a run, checked; None for a method that takes none."""
+    if not method.takes_budget:
+        return None
+    allowed = "tokens (an integer of at least 1) or a share of the prompt (a number in (0, 1])"
+    if isinstance(budget, bool) or not isinstance(budget, int | float):
+        raise UserError.of("budget", budget, f"{method.name} needs {allowed}")
+    if (isinstance(budget, int) and budget < 1) or (isinstance(budget, float) and not 0 < budget <= 1):
+        raise UserError.of("budget", budget, f"must be {allowed}")
+    if isinstance(budget, int) and budget < method.smallest_budget():
+        raise UserError.of("budget", budget, f"{method.name} needs at least {method.smallest_budget()} tokens")
+    return budget
+
+
+def resolve_count(key: str, count: int | float, total: int) -> int:
+    """A number of things out of `total`: an int as it is, a float in (0, 1] as a share, at least 1."""
+    if isinstance(count, float) and 0 < count <= 1:
+        return max(1, round(count * total))
+    if isinstance(count, int) and 1 <= count <= total:
+        return count
+    raise UserError.of(key, count, f"must be an integer from 1 to {total} or a share in (0, 1]")
+
+
+def top_slots(scores: Tensor, layer: KVLayer, budget: int, *, sinks: int = 0, recent: int = 0) -> Tensor:
+    """The `budget` best slots of each row of scores [b, heads, n], ascending: [b, heads, budget].
+
+    The first `sinks` and the last `recent` slots are among them whatever their score; padding comes last of all.
+    """
+    n = scores.shape[-1]
+    if layer.real is None:
+        if sinks or recent:
+            scores = scores.clone()
+            scores[..., :sinks] = torch.inf
+            scores[..., n - min(recent, n) :] = torch.inf
+    else:
+        real = layer.real
+        if 1 < real.shape[1] < scores.shape[1]:
+            real = real.repeat_interleave(scores.shape[1] // real.shape[1], dim=1)
+        rank = real.cumsum(-1)  # 1 for a row's first real token
+        forced = (rank <= sinks) | (rank > rank[..., -1:] - recent)
+        scores = scores.masked_fill(forced, torch.inf).masked_fill(~real, -torch.inf)
+    return scores.topk(budget, dim=-1, sorted=False).indices.sort(dim=-1).values
+
+
+def group_softmax(scores: Tensor, layer: KVLayer) -> Tensor:
+    """Mean over the query heads of each KV head of softmax(scores * scale): [b, Hq, n] -> [b, H, n] float32."""
+    scaled = scores.float() * layer.scale
+    if layer.real is not None:
+        scaled = scaled.masked_fill(~layer.real, float("-inf"))
+    heads = layer.keys.shape[1]
+    return torch.softmax(scaled, dim=-1).unflatten(1, (heads, -1)).mean(2)

@@ -1,0 +1,210 @@
+"""The decode engine: one dense pass over a prompt, then forks of it that decode with any method and budget."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from fasa_bench.attention import Reading, installed, reading
+from fasa_bench.cache import Cache
+from fasa_bench.clock import Clock
+from fasa_bench.method import Method, resolve_budget
+
+
+@dataclass
+class Prefilled:
+    """A prompt after its dense pass. logits [b, vocabulary] of the last prompt token; seconds: the pass's time.
+
+    next_position [b, 1]: the true position of the first token after the prompt, per row of the batch.
+    """
+
+    session: Session
+    cache: Cache
+    logits: Tensor
+    next_position: Tensor
+    padding: Tensor | None
+    seconds: float
+
+    @property
+    def tokens(self) -> int:
+        return self.cache.layers[0].seen
+
+    @contextlib.contextmanager
+    def fork(self, method: Method, budget: int | float | None) -> Iterator[Decoder]:
+        """Decode from here with `method`; the prompt's cache is shared and as it was when the block ends."""
+        cache = self.cache.fork()
+        tokens = resolve_budget(budget, self.tokens)
+        for layer in cache.layers:
+            layer.budget = None if tokens is None else max(tokens, method.smallest_budget())
+        decoder = Decoder(self, cache, method)
+        try:
+            decoder.compress()
+            yield decoder
+        finally:
+            for twin, layer in zip(cache.layers, self.cache.layers, strict=True):
+                twin.release(layer)
+
+
+@dataclass
+class Generation:
+    """Token ids of one generated answer, end token included if one was chosen, and why it ended."""
+
+    token_ids: list[int]
+    finish_reason: str
+
+
+@dataclass
+class Decoder:
+    """One sequence (or batch) being decoded by one method.
+
+    step_seconds: time of each decode step; the first is warm-up and not counted in `timed_steps`.
+    """
+
+    prefilled: Prefilled
+    cache: Cache
+    method: Method
+    compress_seconds: float = 0.0
+    step_seconds: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.session = self.prefilled.session
+        self.logits = self.prefilled.logits
+        self.position = self.prefilled.next_position
+        self.padding = self.prefilled.padding
+        self.state = Reading(self.cache, self.method, clock=Clock.on(self.session.device))
+        self.peak_device_bytes = 0
+        self.peak_host_bytes = 0
+
+    @property
+    def timed_steps(self) -> list[float]:
+        return self.step_seconds[1:]
+
+    def compress(self) -> None:
+        """Let the method act on the prompt's cache, layer by layer."""
+        with self.state.clock.whole("compress"):
+            for layer in self.cache.layers:
+                query = layer.prompt_queries
+                if query is not None:  # another method of the group may have asked for more
+                    query = query[:, :, -self.method.query_window :] if self.method.query_window else None
+                self.method.prefill(layer, query)
+        self.compress_seconds = self.state.clock.seconds.pop("compress")
+        self._note_bytes()
+
+    def step(self, token_ids: Tensor) -> Tensor:
+        """Feed the next tokens [b, q] (q is usually 1); returns logits [b, vocabulary] after the last of them."""
+        token_ids = token_ids.to(self.session.device)
+        steps = torch.arange(token_ids.shape[1], device=token_ids.device)
+        if self.padding is not None:
+            self.padding = torch.cat([self.padding, torch.ones_like(token_ids, dtype=torch.bool)], dim=1)
+        with self.state.clock.whole("step"), reading(self.state):
+            self.logits = self.session.forward(token_ids, self.position + steps, self.cache, self.padding)
+        self.position = self.position + token_ids.shape[1]
+        self.step_seconds.append(self.state.clock.seconds.pop("step"))
+        self._note_bytes()
+        return self.logits
+
+    def force(self, target_ids: Sequence[int]) -> list[float]:
+        """Negative log-likelihood (nats) of each target id, fed one step at a time; batch of one.
+
+        The first is scored by the logits that are there already: those of the dense prompt pass.
+        """
+        losses = []
+        for i, token in enumerate(target_ids):
+            losses.append(-torch.log_softmax(self.logits[0].float(), dim=-1)[token])
+            if i + 1 < len(target_ids):
+                self.step(torch.tensor([[token]]))
+        return torch.stack(losses).tolist() if losses else []
+
+    def generate(self, max_new_tokens: int, end_token_ids: Sequence[int], min_new_tokens: int = 0) -> Generation:
+        """Greedy decoding of one sequence until an end token (kept in the ids) or `max_new_tokens`.
+
+        End tokens cannot be chosen as one of the first `min_new_tokens` tokens.
+        """
+        chosen: list[int] = []
+        ends = torch.tensor(sorted(set(end_token_ids)), dtype=torch.long, device=self.logits.device)
+        while len(chosen) < max_new_tokens:
+            logits = self.logits[0]
+            if len(chosen) < min_new_tokens:
+                logits = logits.index_fill(0, ends, float("-inf"))
+            token = int(logits.argmax())
+            chosen.append(token)
+            if token in ends:
+                return Generation(chosen, "stop")
+            if len(chosen) < max_new_tokens:
+                self.step(torch.tensor([[token]]))
+        return Generation(chosen, "length")
+
+    def _note_bytes(self) -> None:
+        self.peak_device_bytes = max(self.peak_device_bytes, self.cache.device_bytes)
+        self.peak_host_bytes = max(self.peak_host_bytes, self.cache.host_bytes)
+
+
+class Session:
+    """Runs a network with our attention installed; a context manager that leaves the network as it found it."""
+
+    def __init__(self, network: PreTrainedModel, backend: str = "sdpa") -> None:
+        self.network, self.backend = network, backend
+        self.device = network.get_input_embeddings().weight.device  # type: ignore[union-attr]
+        # transformers renamed the argument in 5.2x
+        names = inspect.signature(inspect.unwrap(network.forward)).parameters
+        self._cache_argument = "cache" if "cache" in names else "past_key_values"
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Session:
+        self._stack.enter_context(torch.inference_mode())
+        self._stack.enter_context(installed(self.network))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def prefill(
+        self,
+        prompt_ids: Sequence[int] | Tensor,
+        padding: Tensor | None = None,
+        observe: int = 0,
+        reserve: int = 0,
+    ) -> Prefilled:
+        """The dense pass over a prompt: ids [n] or [b, n]; padding [b, n] bool, False where a row is left-padded.
+
+        observe: last queries to keep for methods that score with them. reserve: tokens to be decoded later.
+        """
+        ids = torch.as_tensor(prompt_ids, device=self.device)
+        ids = ids[None] if ids.dim() == 1 else ids
+        if ids.shape[1] == 0:
+            raise ValueError("the prompt is empty")
+        if padding is None:
+            positions = torch.arange(ids.shape[1], device=self.device).expand(ids.shape)
+        else:
+            padding = padding.to(self.device)
+            positions = (padding.long().cumsum(1) - 1).clamp(min=0)
+        cache = Cache(self.network.config.get_text_config().num_hidden_layers)
+        clock = Clock.on(self.device)
+        state = Reading(cache, None, self.backend, observe=observe, reserve=reserve, clock=clock)
+        with clock.whole("prefill"), reading(state):
+            logits = self.forward(ids, positions, cache, padding)
+        return Prefilled(self, cache, logits, positions[:, -1:] + 1, padding, clock.seconds["prefill"])
+
+    def forward(self, token_ids: Tensor, positions: Tensor, cache: Cache, padding: Tensor | None) -> Tensor:
+        """Logits [b, vocabulary] after the last token. Positions are always passed: they are the true ones."""
+        output = self.network(
+            input_ids=token_ids,
+            position_ids=positions,
+            attention_mask=padding,
+            use_cache=True,
+            logits_to_keep=1,
+            **{self._cache_argument: cache},
+        )
+        logits = output.logits[:, -1]
+        if not torch.isfinite(logits).all():
+            raise FloatingPointError("the model's logits are not finite")
+        return logits
