@@ -148,11 +148,12 @@ class KVLayer:
         return keys, values
 
     def positions_of(self, slots: Tensor) -> Tensor:
-        """True positions of the given slots: [b, heads, m] -> [b, heads, m]."""
+        """True positions of the given slots: [b, heads, m] -> [b, heads, m], with at least as many heads as kept apart."""
         positions = self.positions
-        if positions.shape[1] > 1 and positions.shape[1] < slots.shape[1]:
-            positions = positions.repeat_interleave(slots.shape[1] // positions.shape[1], dim=1)
-        return positions.expand(-1, slots.shape[1], -1).gather(2, slots)
+        heads = max(positions.shape[1], slots.shape[1])
+        if 1 < positions.shape[1] < heads:
+            positions = positions.repeat_interleave(heads // positions.shape[1], dim=1)
+        return positions.expand(-1, heads, -1).gather(2, slots.expand(len(positions), heads, -1))
 
     def keep(self, slots: Tensor) -> None:
         """Evict all but the given slots [b, heads, m], ascending, without repeats; frees the rest.
@@ -161,7 +162,7 @@ class KVLayer:
         """
         positions = self.positions_of(slots)
         keys, values = self.gather(slots)
-        self._buffer = _Buffer.of(keys, values, positions, spare=BLOCK)
+        self._buffer = _Buffer.of(keys, values, positions, spare=1)
         self.length = slots.shape[2]
 
     # sharing one prompt -----------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 if TYPE_CHECKING:
@@ -53,10 +53,19 @@ class Task:
     name: ClassVar[str] = ""
     # field name -> how paper, official code and ours differ there; logged with every run
     notes: ClassVar[dict[str, str]] = {}
+    # fields that say where data lies: its content counts for a run id (`fingerprint`), its place does not
+    places: ClassVar[tuple[str, ...]] = ()
 
-    def examples(self, model: Model) -> Iterator[Example]:
-        """Yield the examples in a fixed order; `model` gives tokenizer, max_input and chat template, not weights."""
+    def examples(self, model: Model, limit: int | None) -> Iterator[Example]:
+        """Yield the examples in a fixed order, at most `limit` of each group (data set, part).
+
+        `model` gives tokenizer, max_input and chat template; its weights are not needed.
+        """
         raise NotImplementedError
+
+    def identity(self) -> dict[str, Any]:
+        """The parameters that can change an output."""
+        return {key: value for key, value in asdict(self).items() if key not in self.places}
 
     def fingerprint(self) -> str:
         """Hash of the data and prompt files this task reads: it goes into the run id."""

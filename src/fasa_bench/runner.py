@@ -1,0 +1,232 @@
+"""Run jobs that share a model and a task: each prompt is prefilled once, then every job decodes from a fork of it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import resource
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from tqdm import tqdm
+
+from fasa_bench.calibration import Calibration
+from fasa_bench.config import build
+from fasa_bench.errors import UserError
+from fasa_bench.identity import identity_of
+from fasa_bench.method import Method, check_budget
+from fasa_bench.models import Model, ModelSpec
+from fasa_bench.session import Decoder, Prefilled, Session
+from fasa_bench.statistics import quantiles
+from fasa_bench.store import RunStore, load_run, run_id
+from fasa_bench.task import Example, Prediction, Task
+from fasa_bench.tracking import Tracker
+
+log = logging.getLogger("fasa_bench")
+
+
+@dataclass
+class Job:
+    """One run: a method and a budget on a model and a task, with everything of its config checked."""
+
+    config: dict[str, Any]
+    model: Model
+    task: Task
+    method: Method
+    calibration: Calibration
+    budget: int | float | None
+    limit: int | None
+    results_dir: Path
+
+    @classmethod
+    def of(cls, cfg: DictConfig) -> Job:
+        """Check a composed config as far as that goes without loading weights."""
+        config: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
+        limit, seed = config["limit"], config["seed"]
+        if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
+            raise UserError.of("limit", limit, "must be an integer of at least 1, or null for all examples")
+        if not isinstance(seed, int) or isinstance(seed, bool):
+            raise UserError.of("seed", seed, "must be an integer")
+        method = build("method", config["method"], Method)
+        return cls(
+            config=config,
+            model=Model(build("model", config["model"], ModelSpec)),
+            task=build("task", config["task"], Task),
+            method=method,
+            calibration=build("calibration", config["calibration"], Calibration),
+            budget=check_budget(config["budget"], method),
+            limit=limit,
+            results_dir=Path(str(config["results_dir"])),
+        )
+
+    @property
+    def deviations(self) -> dict[str, dict[str, Any]]:
+        """Every switch on which paper, official code and ours differ: its value here, and the difference."""
+        parts: list[tuple[str, Any]] = [("method", self.method), ("task", self.task)]
+        if self.method.uses_calibration:
+            parts.append(("calibration", self.calibration))
+        return {
+            f"{section}.{key}": {"value": getattr(part, key, None), "note": note}
+            for section, part in parts
+            for key, note in part.notes.items()
+        }
+
+
+def run(job: Job) -> Path:
+    """Run one job, or what is missing of it; returns its run folder."""
+    identity = identity_of(job.model, job.task, job.method, job.calibration, job.budget, job.config["seed"], job.limit)
+    name = run_id(identity)
+    folder = job.results_dir / "runs" / name
+    if _is_complete(folder):
+        log.info("nothing to do: %s is complete", folder)
+        return folder
+    with contextlib.ExitStack() as stack:
+        store = stack.enter_context(RunStore(job.results_dir, name, job.config | {"identity": identity}))
+        tracker = stack.enter_context(Tracker.of(job.config["logger"], name, job.config, job.results_dir))
+        try:
+            examples = list(job.task.examples(job.model, job.limit))
+            if not examples:
+                raise UserError("the task has no examples")
+            waiting = [example for example in examples if example.id not in store.done]
+            if waiting:
+                job.method.prepare(job.model, job.calibration)
+                with Session(job.model.network, job.model.prefill_backend) as session:
+                    for example in _progress(waiting, examples, job):
+                        row = evaluate(session, job, example)
+                        store.append(row)
+                        tracker.log_row(row)
+        except BaseException as error:
+            status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+            store.write_summary(summarise(job, name, store.rows, status) | {"error": f"{type(error).__name__}: {error}"})
+            raise
+        order = {example.id: place for place, example in enumerate(examples)}
+        rows = sorted((row for row in store.rows if row["id"] in order), key=lambda row: order[row["id"]])
+        summary = summarise(job, name, rows, "complete")
+        store.write_summary(summary)
+        tracker.log_summary(summary)
+    return folder
+
+
+def evaluate(session: Session, job: Job, example: Example) -> dict[str, Any]:
+    """Prefill, decode and score one example: its row."""
+    length = len(example.target_ids) if example.target_ids is not None else example.max_new_tokens
+    prefilled = session.prefill(example.prompt_ids, observe=job.method.query_window, reserve=length)
+    with prefilled.fork(job.method, job.budget) as decoder:
+        prediction = _decode(decoder, job.model, example)
+        row = _row(prefilled, decoder, example, prediction)
+    row["scores"] = job.task.score(example, prediction)
+    return row
+
+
+def _decode(decoder: Decoder, model: Model, example: Example) -> Prediction:
+    if example.target_ids is not None:
+        losses = decoder.force(example.target_ids)
+        return Prediction(example.target_ids, "", "forced", losses)
+    ends = [*model.end_token_ids, *example.stop_token_ids]
+    answer = decoder.generate(example.max_new_tokens, ends, example.min_new_tokens)
+    text = model.tokenizer.decode(answer.token_ids, skip_special_tokens=True)
+    return Prediction(answer.token_ids, text, answer.finish_reason)
+
+
+def _row(prefilled: Prefilled, decoder: Decoder, example: Example, prediction: Prediction) -> dict[str, Any]:
+    tally, steps = decoder.state.tally, len(decoder.step_seconds)
+    per_step = max(tally.layer_steps, 1)
+    return {
+        "id": example.id,
+        "prediction": prediction.text,
+        "finish_reason": prediction.finish_reason,
+        "fields": example.fields,
+        "prompt_tokens": len(example.prompt_ids),
+        "generated_tokens": len(prediction.token_ids),
+        "budget_tokens": decoder.cache.layers[0].budget,
+        "prefill_s": round(prefilled.seconds, 6),
+        "compress_s": round(decoder.compress_seconds, 6),
+        "step_ms": [round(1e3 * seconds, 3) for seconds in decoder.timed_steps],
+        "stages_ms": {key: round(1e3 * value / max(steps, 1), 4) for key, value in decoder.state.clock.seconds.items()},
+        "device_bytes": decoder.peak_device_bytes,
+        "host_bytes": decoder.peak_host_bytes,
+        "attended_tokens": tally.attended / per_step,
+        "cached_tokens": tally.cached / per_step,
+        "layer_steps": tally.layer_steps,
+        "sparse_steps": sum(tally.sparse.values()),
+        "sparse_steps_by_layer": [tally.sparse[index] for index in sorted(tally.sparse)],
+    }
+
+
+def summarise(job: Job, name: str, rows: list[dict[str, Any]], status: str) -> dict[str, Any]:
+    """summary.json of these rows; every number comes from them, so that a resumed run gives the same."""
+    steps = [ms for row in rows for ms in row["step_ms"]]
+    layer_steps = sum(row["layer_steps"] for row in rows)
+
+    def mean(key: str) -> float | None:
+        return sum(row[key] for row in rows) / len(rows) if rows else None
+
+    def per_layer_step(key: str) -> float | None:
+        return sum(row[key] * row["layer_steps"] for row in rows) / layer_steps if layer_steps else None
+
+    stages = sorted({stage for row in rows for stage in row["stages_ms"]})
+    return {
+        "run_id": name,
+        "status": status,
+        "model": job.model.name,
+        "method": job.method.name,
+        "task": job.task.name,
+        "budget": job.budget,
+        "speed": job.method.speed,
+        "metrics": job.task.metrics(rows) if rows else {},
+        "latency": {
+            "prefill_s": mean("prefill_s"),
+            "compress_s": mean("compress_s"),
+            "decode_ms_per_token": quantiles(steps),
+            "stages": {
+                stage: sum(row["stages_ms"].get(stage, 0.0) for row in rows) / len(rows) for stage in stages
+            },
+        },
+        "memory": {
+            "device_bytes": max((row["device_bytes"] for row in rows), default=None),
+            "host_bytes": max((row["host_bytes"] for row in rows), default=None),
+            "peak_bytes": _peak_bytes(job.model),
+        },
+        "realised": {
+            "attended_tokens": per_layer_step("attended_tokens"),
+            "cached_tokens": per_layer_step("cached_tokens"),
+            "sparse_steps": sum(row["sparse_steps"] for row in rows),
+            "sparse_steps_by_layer": [sum(layer) for layer in zip(*(r["sparse_steps_by_layer"] for r in rows), strict=False)],
+        },
+        "examples": len(rows),
+        "warnings": list(getattr(job.task, "warnings", [])),
+        "deviations": job.deviations,
+        "config": job.config,
+    }
+
+
+def _peak_bytes(model: Model) -> int:
+    """Most memory in use so far: of the accelerator, or of this process where there is none."""
+    if model.device.type == "cpu":
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return int(torch.get_device_module(model.device).max_memory_allocated(model.device))
+
+
+def _is_complete(folder: Path) -> bool:
+    try:
+        return load_run(folder).summary.get("status") == "complete"
+    except (OSError, ValueError):
+        return False
+
+
+def _progress(waiting: list[Example], examples: list[Example], job: Job) -> Iterator[Example]:
+    """Yield the waiting examples behind a progress bar that counts the stored ones as done."""
+    budget = "" if job.budget is None else f" budget={job.budget}"
+    label = f"{job.task.name} {job.method.name}{budget}"
+    every = 0.2 if sys.stderr.isatty() else 15.0
+    done = len(examples) - len(waiting)
+    with tqdm(total=len(examples), initial=done, desc=label, mininterval=every, file=sys.stderr, unit="ex") as bar:
+        for example in waiting:
+            yield example
+            bar.update()

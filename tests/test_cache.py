@@ -1,0 +1,99 @@
+"""The KV layer: growth, eviction, sharing between forks, true positions and byte counts."""
+
+import pytest
+import torch
+
+from fasa_bench.cache import BLOCK, Cache, KVLayer
+
+
+def filled(n: int, batch: int = 1, heads: int = 2, dim: int = 4, reserve: int = 0) -> KVLayer:
+    """Keys and values that name their own batch row, head and slot: 100 b + 10 h + slot in every dimension."""
+    layer = KVLayer(0)
+    b = torch.arange(batch)[:, None, None, None] * 1000.0
+    h = torch.arange(heads)[None, :, None, None] * 100.0
+    names = (b + h + torch.arange(n)[None, None, :, None]).expand(batch, heads, n, dim).clone()
+    layer.append(names, -names, torch.arange(n).expand(batch, n), reserve=reserve)
+    return layer
+
+
+def test_grows_in_blocks_and_keeps_what_was_there() -> None:
+    layer = filled(3)
+    storages = set()
+    for i in range(3, 3 * BLOCK):
+        token = torch.full((1, 2, 1, 4), float(i))
+        layer.append(token, -token, torch.tensor([[i]]))
+        storages.add(layer.buffer.keys.data_ptr())
+    assert layer.length == layer.seen == 3 * BLOCK
+    assert len(storages) <= 3  # not one allocation a token
+    assert layer.keys[0, 0, :, 0].tolist() == list(range(3 * BLOCK))
+    assert layer.positions[0, 0].tolist() == list(range(3 * BLOCK))
+
+
+@pytest.mark.parametrize("heads", [1, 2, 6])
+def test_gather_reads_the_slots_of_the_right_head(heads: int) -> None:
+    layer = filled(20, batch=2)
+    slots = torch.stack([torch.randperm(20)[:7].sort().values for _ in range(2 * heads)]).view(2, heads, 7)
+    keys, values = layer.gather(slots)
+    wanted = max(heads, 2)
+    assert keys.shape == (2, wanted, 7, 4)
+    for b in range(2):
+        for h in range(wanted):
+            chosen = slots[b, h if heads > 1 else 0]
+            expected = 1000 * b + 100 * (h // (wanted // 2)) + chosen
+            assert keys[b, h, :, 2].tolist() == expected.tolist()
+    assert torch.equal(values, -keys)
+
+
+def test_keep_frees_memory_and_positions_stay_true() -> None:
+    layer = filled(200)
+    before = layer.device_bytes
+    layer.keep(torch.tensor([[[0, 5, 199], [1, 2, 3]]]))
+    assert layer.positions[0].tolist() == [[0, 5, 199], [1, 2, 3]]
+    assert layer.keys[0, :, :, 0].tolist() == [[0, 5, 199], [101, 102, 103]]
+    assert (layer.length, layer.seen) == (3, 200)
+    assert layer.device_bytes < before / 1.5
+    layer.append(torch.zeros(1, 2, 1, 4), torch.zeros(1, 2, 1, 4), torch.tensor([[200]]))
+    assert layer.positions[0].tolist() == [[0, 5, 199, 200], [1, 2, 3, 200]]
+    layer.keep(torch.tensor([[[1, 3]]]))  # one row of slots for all heads
+    assert layer.positions[0].tolist() == [[5, 200], [2, 200]]
+
+
+def test_bytes_are_those_of_the_tensors_held() -> None:
+    layer = filled(10, heads=3, dim=8)
+    layer.state["index"] = torch.zeros(5, dtype=torch.float64)
+    rows = BLOCK
+    assert layer.device_bytes == 2 * 3 * rows * 8 * 4 + rows * 8 + 5 * 8
+    assert layer.host_bytes == 0
+
+
+def test_forks_share_the_prompt_and_never_see_each_other() -> None:
+    prompt = filled(10, reserve=20)
+    one = prompt.fork()
+    one.append(torch.full((1, 2, 1, 4), 7.0), torch.full((1, 2, 1, 4), 7.0), torch.tensor([[10]]))
+    assert one.buffer is prompt.buffer  # nothing copied
+    two = prompt.fork()
+    two.append(torch.full((1, 2, 1, 4), 8.0), torch.full((1, 2, 1, 4), 8.0), torch.tensor([[10]]))
+    assert two.buffer is not prompt.buffer  # one lives: two has to copy
+    assert (one.keys[0, 0, 10, 0], two.keys[0, 0, 10, 0]) == (7.0, 8.0)
+    one.release(prompt)
+    three = prompt.fork()
+    three.append(torch.full((1, 2, 1, 4), 9.0), torch.full((1, 2, 1, 4), 9.0), torch.tensor([[10]]))
+    assert three.buffer is prompt.buffer  # one is gone: its rows are free
+    assert (three.keys[0, 0, 10, 0], two.keys[0, 0, 10, 0], prompt.length) == (9.0, 8.0, 10)
+    assert prompt.keys[0, 0, :, 0].tolist() == list(range(10))
+
+
+def test_evicting_in_a_fork_leaves_the_prompt_alone() -> None:
+    prompt = filled(10)
+    fork = prompt.fork()
+    fork.keep(torch.tensor([[[2, 3]]]))
+    assert prompt.length == 10
+    assert prompt.keys[0, 1, :, 0].tolist() == list(range(100, 110))
+
+
+def test_cache_tells_the_true_length_after_eviction() -> None:
+    cache = Cache([filled(40)])
+    cache.layers[0].keep(torch.arange(8)[None, None])
+    assert cache.get_seq_length() == 40
+    assert cache.get_mask_sizes(1, 0) == (41, 0)
+    assert cache.get_mask_sizes(torch.arange(40, 42), 0) == (42, 0)  # transformers 4 passes cache_position

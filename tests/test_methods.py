@@ -1,0 +1,276 @@
+"""What holds for every method, driven by one list; then what is particular to each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from fasa_bench.cache import KVLayer
+from fasa_bench.errors import UserError
+from fasa_bench.method import Method, check_budget, group_softmax, resolve_budget, resolve_count, top_slots
+from fasa_bench.methods.fasa import FasaC, chunk_mask
+from fasa_bench.methods.full import FullKV
+from fasa_bench.methods.oracle import Oracle
+from fasa_bench.methods.streamingllm import StreamingLLM
+from fasa_bench.rope import Rope
+from fasa_bench.session import Session
+
+METHODS: dict[str, Callable[[], Method]] = {
+    "oracle": lambda: Oracle("oracle"),
+    "fasa_c": lambda: FasaC("fasa_c"),
+    "fasa_c_adjacent": lambda: FasaC("fasa_c", pairing="adjacent", n_tip=2),
+    "fasa_plus": lambda: FasaC(
+        "fasa_plus", fc_granularity="kv_head", token_granularity="kv_head", recent=4, sinks=1
+    ),
+    "streamingllm": lambda: StreamingLLM("streamingllm", start=2),
+    "streamingllm_cache": lambda: StreamingLLM("streamingllm", start=2, positions="cache"),
+}
+sparse = pytest.mark.parametrize("name", METHODS)
+
+
+class FakeCalibration:
+    """Agreement that differs between heads and chunks, drawn once."""
+
+    def agreement(self, model: Any, pairing: str) -> Tensor:
+        config = model.config
+        shape = (config.num_hidden_layers, config.num_attention_heads, len(model.rope.units(pairing)))
+        return torch.rand(shape, generator=torch.Generator().manual_seed(3))
+
+
+def ready(name: str, network: LlamaForCausalLM) -> Method:
+    method = METHODS[name]()
+    model = SimpleNamespace(config=network.config, rope=Rope.of(network))
+    method.prepare(model, FakeCalibration())  # type: ignore[arg-type]
+    return method
+
+
+def decode(network: LlamaForCausalLM, method: Method, budget: int | float | None, ids: list[int], split: int) -> Any:
+    with Session(network) as session, session.prefill(ids[:split]).fork(method, budget) as decoder:
+        logits = [decoder.logits[0]] + [decoder.step(torch.tensor([[token]]))[0] for token in ids[split:]]
+    return torch.stack(logits), decoder
+
+
+@sparse
+@pytest.mark.parametrize("shape", [(2, 4, 2, 16), (1, 4, 1, 64), (3, 3, 3, 32)])
+def test_a_budget_of_the_whole_context_equals_full_kv(
+    name: str, network_of: Callable[..., LlamaForCausalLM], prompt: list[int], shape: tuple[int, int, int, int]
+) -> None:
+    network = network_of(*shape)
+    full, _ = decode(network, FullKV("fkv"), None, prompt, 33)
+    for budget in (40, 1000, 1.0):
+        logits, decoder = decode(network, ready(name, network), budget, prompt, 33)
+        assert torch.equal(logits, full)
+        assert sum(decoder.state.tally.sparse.values()) == 0
+
+
+@sparse
+def test_every_budget_is_read_exactly(name: str, network: LlamaForCausalLM, prompt: list[int]) -> None:
+    """Realised tokens at budgets from the least to T + 1: the budget, or all there is."""
+    method = ready(name, network)
+    for budget in range(method.smallest_budget(), 42):
+        _, decoder = decode(network, method, budget, prompt, 33)
+        steps = [min(budget, length) for length in range(34, 41)]
+        tally = decoder.state.tally
+        assert tally.attended / network.config.num_hidden_layers == pytest.approx(sum(steps))
+        assert tally.layer_steps == 7 * network.config.num_hidden_layers
+        assert sum(tally.sparse.values()) == 2 * sum(budget < length for length in range(34, 41))
+
+
+@sparse
+def test_a_small_budget_changes_the_output(name: str, network: LlamaForCausalLM, prompt: list[int]) -> None:
+    full, _ = decode(network, FullKV("fkv"), None, prompt, 33)
+    logits, _ = decode(network, ready(name, network), 8, prompt, 33)
+    assert torch.equal(logits[0], full[0])  # the dense prompt pass
+    assert all(not torch.allclose(logits[i], full[i], atol=1e-3) for i in range(1, 8))
+
+
+@sparse
+def test_nothing_leaks_into_the_next_sequence(name: str, network: LlamaForCausalLM, prompt: list[int]) -> None:
+    method, other = ready(name, network), [*prompt[::-1], *prompt[:7]]
+    alone, _ = decode(network, ready(name, network), 8, prompt, 33)
+    decode(network, method, 8, other, 40)
+    after, _ = decode(network, method, 8, prompt, 33)
+    assert torch.equal(after, alone)
+
+
+@sparse
+@pytest.mark.parametrize("length", [1, 5, 15])
+def test_short_prompts(name: str, network: LlamaForCausalLM, prompt: list[int], length: int) -> None:
+    logits, decoder = decode(network, ready(name, network), 7, prompt[: length + 4], length)
+    assert torch.isfinite(logits).all()
+    assert decoder.state.tally.attended / 2 == sum(min(7, length + i) for i in range(1, 5))
+
+
+@sparse
+def test_positions_ascend_and_stay_true(name: str, network: LlamaForCausalLM, prompt: list[int]) -> None:
+    _, decoder = decode(network, ready(name, network), 10, prompt, 33)
+    for layer in decoder.cache.layers:
+        assert layer._buffer is None  # the fork has ended and holds nothing
+    with Session(network) as session, session.prefill(prompt[:33]).fork(ready(name, network), 10) as decoder:
+        for token in prompt[33:]:
+            decoder.step(torch.tensor([[token]]))
+        for layer in decoder.cache.layers:
+            assert (layer.positions.diff(dim=-1) > 0).all()
+            assert (layer.positions[..., -1] == 39).all()
+
+
+@sparse
+def test_slots_are_ascending_and_without_repeats(name: str, network: LlamaForCausalLM) -> None:
+    torch.manual_seed(0)
+    layer = KVLayer(1)
+    layer.append(torch.randn(2, 2, 50, 16), torch.randn(2, 2, 50, 16), torch.arange(50).expand(2, 50))
+    layer.budget, layer.scale = 12, 0.25
+    slots = ready(name, network).select(layer, torch.randn(2, 4, 1, 16))
+    if slots is not None:
+        assert slots.shape[0] == 2
+        assert slots.shape[2:] == (1, 12)
+        assert (slots.diff(dim=-1) > 0).all()
+
+
+@sparse
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(
+    name: str, network_of: Callable[..., LlamaForCausalLM], prompt: list[int], dtype: torch.dtype
+) -> None:
+    network = network_of(dtype=dtype)
+    logits, _ = decode(network, ready(name, network), 9, prompt, 33)
+    assert logits.dtype == dtype
+    assert torch.isfinite(logits).all()
+
+
+@sparse
+def test_reported_bytes_are_those_held(name: str, network: LlamaForCausalLM, prompt: list[int]) -> None:
+    with Session(network) as session, session.prefill(prompt).fork(ready(name, network), 10) as decoder:
+        decoder.step(torch.tensor([[3]]))
+        held = {}
+        for layer in decoder.cache.layers:
+            for tensor in (layer.buffer.keys, layer.buffer.values, layer.buffer.positions, *layer.state.values()):
+                held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        assert decoder.cache.device_bytes == sum(held.values())
+
+
+def test_a_ratio_is_a_share_of_the_prompt() -> None:
+    assert resolve_budget(0.25, 100) == 25
+    assert resolve_budget(0.01, 8) == 1  # never an empty cache
+    assert resolve_budget(1, 100) == 1  # one token
+    assert resolve_budget(1.0, 100) is None  # everything
+    assert resolve_budget(None, 100) is None
+
+
+@pytest.mark.parametrize("budget", [0, -3, 0.0, 1.5, -0.1, "many", None, True])
+def test_budgets_that_mean_nothing_are_refused(budget: Any) -> None:
+    with pytest.raises(UserError, match=r"budget=.*(in \(0, 1\]|at least)"):
+        check_budget(budget, Oracle("oracle"))
+
+
+def test_a_budget_below_sinks_and_current_token_is_refused() -> None:
+    with pytest.raises(UserError, match="needs at least 9 tokens"):
+        check_budget(8, StreamingLLM("streamingllm"))
+    assert check_budget(9, StreamingLLM("streamingllm")) == 9
+    assert check_budget(0, FullKV("fkv")) is None
+
+
+def test_counts() -> None:
+    assert [resolve_count("k", count, 32) for count in (0.25, 8, 32, 0.001, 1.0)] == [8, 8, 32, 1, 32]
+    for wrong in (33, 0, 1.5, -1):
+        with pytest.raises(UserError, match="from 1 to 32"):
+            resolve_count("method.n_tip", wrong, 32)
+
+
+def layer_of(keys: Tensor) -> KVLayer:
+    layer = KVLayer(0)
+    layer.append(keys, keys, torch.arange(keys.shape[2]).expand(keys.shape[0], -1))
+    return layer
+
+
+def test_top_slots_by_hand() -> None:
+    layer = layer_of(torch.zeros(1, 1, 6, 2))
+    scores = torch.tensor([[[5.0, 1.0, 9.0, 2.0, 8.0, 0.0]]])
+    assert top_slots(scores, layer, 3).tolist() == [[[0, 2, 4]]]
+    assert top_slots(scores, layer, 3, recent=1).tolist() == [[[2, 4, 5]]]
+    assert top_slots(scores, layer, 3, sinks=2).tolist() == [[[0, 1, 2]]]
+    assert top_slots(scores, layer, 3, sinks=1, recent=2).tolist() == [[[0, 4, 5]]]
+    assert scores.tolist() == [[[5.0, 1.0, 9.0, 2.0, 8.0, 0.0]]]  # the caller's scores are untouched
+
+
+def test_top_slots_passes_padding_over() -> None:
+    layer = KVLayer(0)
+    layer.append(torch.zeros(1, 1, 6, 2), torch.zeros(1, 1, 6, 2), torch.tensor([[-1, -1, 0, 1, 2, 3]]))
+    layer.padded = True
+    scores = torch.tensor([[[99.0, 98.0, 0.0, 2.0, 1.0, -5.0]]])
+    assert top_slots(scores, layer, 2).tolist() == [[[3, 4]]]
+    assert top_slots(scores, layer, 2, sinks=1).tolist() == [[[2, 3]]]
+    assert top_slots(scores, layer, 2, sinks=1, recent=1).tolist() == [[[2, 5]]]
+    assert top_slots(scores, layer, 5).tolist()[0][0][1:] == [2, 3, 4, 5]
+
+
+def test_group_softmax_by_hand() -> None:
+    layer = layer_of(torch.zeros(1, 1, 2, 4))
+    layer.scale = 0.5
+    scores = torch.tensor([[[2.0, 0.0], [0.0, 4.0]]])  # two query heads on one KV head
+    a, b = 1 / (1 + torch.e**-1), 1 / (1 + torch.e**2)  # softmax of (1, 0) and of (0, 2)
+    torch.testing.assert_close(group_softmax(scores, layer), torch.tensor([[[(a + b) / 2, 1 - (a + b) / 2]]]))
+
+
+def test_fasa_reads_only_the_dominant_chunks() -> None:
+    """Head 0 looks at dims (1, 5) and head 1 at (0, 4) of an 8-dim half-layout head: scores by hand."""
+    agreement = torch.tensor([[[0.1, 0.9, 0.2, 0.3], [0.8, 0.1, 0.2, 0.3]]])
+    units = torch.tensor([[0, 4], [1, 5], [2, 6], [3, 7]])
+    mask = chunk_mask(agreement, units, 1, 8)
+    assert mask[0].tolist() == [[0, 1, 0, 0, 0, 1, 0, 0], [1, 0, 0, 0, 1, 0, 0, 0]]
+    from fasa_bench.kernels.tip import tip_scores
+
+    query = torch.arange(1.0, 17.0).view(1, 2, 1, 8)
+    key = torch.ones(1, 1, 1, 8)
+    # head 0: q = 1..8 -> 2 + 6; head 1: q = 9..16 -> 9 + 13
+    assert tip_scores(query, key, mask[0]).flatten().tolist() == [8.0, 22.0]
+
+
+def test_fasa_with_all_chunks_is_the_oracle(network: LlamaForCausalLM, prompt: list[int]) -> None:
+    fasa = FasaC("fasa_c", n_tip=1.0)
+    fasa.prepare(SimpleNamespace(config=network.config, rope=Rope.of(network)), FakeCalibration())  # type: ignore[arg-type]
+    chosen, _ = decode(network, fasa, 8, prompt, 33)
+    oracle, _ = decode(network, Oracle("oracle"), 8, prompt, 33)
+    torch.testing.assert_close(chosen, oracle)
+
+
+def test_fasa_shares_chunks_in_a_kv_head(network: LlamaForCausalLM) -> None:
+    model = SimpleNamespace(config=network.config, rope=Rope.of(network))
+    shared = FasaC("fasa_plus", n_tip=3, fc_granularity="kv_head")
+    shared.prepare(model, FakeCalibration())  # type: ignore[arg-type]
+    assert torch.equal(shared._mask[:, 0], shared._mask[:, 1])
+    assert not torch.equal(shared._mask[:, 1], shared._mask[:, 2])
+    mean = FakeCalibration().agreement(model, "rope")[:, :2].mean(1)
+    best = mean.topk(3, dim=-1).indices
+    assert shared._mask[0, 0].nonzero().flatten().tolist() == sorted([*best[0].tolist(), *(best[0] + 8).tolist()])
+
+
+def test_n_tip_over_the_number_of_chunks_is_refused(network: LlamaForCausalLM) -> None:
+    model = SimpleNamespace(config=network.config, rope=Rope.of(network))
+    with pytest.raises(UserError, match=r"method.n_tip=9 .* from 1 to 8"):
+        FasaC("fasa_c", n_tip=9).prepare(model, FakeCalibration())  # type: ignore[arg-type]
+
+
+def test_dense_layers_read_everything(network: LlamaForCausalLM, prompt: list[int]) -> None:
+    _, decoder = decode(network, Oracle("oracle", dense_layers=[0]), 8, prompt, 33)
+    assert decoder.state.tally.sparse == {0: 0, 1: 7}
+
+
+def test_streamingllm_in_cache_positions_equals_a_short_text(
+    network_of: Callable[..., LlamaForCausalLM], prompt: list[int]
+) -> None:
+    """One layer: what is kept does not depend on what was dropped, so the same tokens at 0.. give the same logits."""
+    network = network_of(layers=1)
+    method = ready("streamingllm_cache", network)
+    logits, _ = decode(network, method, 10, prompt, 33)
+    for step, last in enumerate(range(33, 40), start=1):
+        short = [*prompt[:2], *prompt[last - 7 : last + 1]]
+        torch.testing.assert_close(logits[step], network(torch.tensor([short])).logits[0, -1], atol=1e-5, rtol=1e-5)
+    original, _ = decode(network, ready("streamingllm", network), 10, prompt, 33)
+    assert not torch.allclose(original[1:], logits[1:], atol=1e-3)
