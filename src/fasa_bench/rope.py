@@ -1,0 +1,204 @@
+"""Which dimensions of a head rotate together under RoPE: the frequency chunks (FCs) of a model.
+
+RoPE turns pairs of dimensions by angle position * inv_freq (Su et al., arXiv 2104.09864, Eq. 13-15). Which two
+dimensions form a pair differs between implementations, so it is read off the loaded model and never looked up.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn
+
+import torch
+from torch import Tensor
+
+from fasa_bench.errors import UserError
+
+Layout = Literal["half", "interleaved", "none"]
+Pairing = Literal["rope", "adjacent", "single"]
+
+FIXED = ("default", "linear", "llama3", "yarn", "proportional")  # rope types whose frequencies ignore the length
+PROBES = (1, 2, 7)  # positions at which the rotation is read and checked
+
+
+@dataclass(frozen=True, eq=False)
+class Rope:
+    """How the dimensions of one head rotate.
+
+    layout: `half` pairs (i, i + n), `interleaved` pairs (2i, 2i + 1), both within the rotating dimensions; `none`: no
+        dimension rotates. pairs: (a, b), highest frequency first; position p turns (x_a, x_b) by p * inv_freq.
+    plain: dimensions that do not rotate (partial RoPE). inv_freq: radians per position, [n_pairs] float32.
+    scaled: the frequencies depend on the text's length (dynamic NTK, longrope), so cached keys cannot be moved.
+    """
+
+    layout: Layout
+    pairs: list[tuple[int, int]]
+    plain: list[int]
+    inv_freq: Tensor
+    head_dim: int
+    scaled: bool = False
+
+    @property
+    def n_chunks(self) -> int:
+        return len(self.pairs)
+
+    def units(self, pairing: Pairing) -> Tensor:
+        """Dimensions of each unit that a method selects, [n_units, unit_size] int64.
+
+        `rope`: the true pairs, highest frequency first; plain dimensions are in no unit. `adjacent`: (2i, 2i + 1) over
+        the whole head, as in the authors' code. `single`: every dimension on its own.
+        """
+        if pairing == "rope":
+            if not self.pairs:
+                raise UserError.of("method.pairing", pairing, "this model has no RoPE: use single or adjacent")
+            return torch.tensor(self.pairs)
+        size = 2 if pairing == "adjacent" else 1
+        return torch.arange(self.head_dim).reshape(-1, size)
+
+    def rotate(self, x: Tensor, shift: int | Tensor) -> Tensor:
+        """Move rotated keys `shift` positions further: x [..., n, head_dim], shift an int or a tensor [..., n]."""
+        if self.scaled:
+            raise UserError("cached keys of this model cannot be moved: its RoPE frequencies depend on the length")
+        if not self.pairs:
+            return x
+        first, second = torch.tensor(self.pairs, device=x.device).unbind(-1)
+        angle = torch.as_tensor(shift, device=x.device).float()[..., None] * self.inv_freq.to(x.device)
+        cos, sin = angle.cos(), angle.sin()
+        a, b = x[..., first].float(), x[..., second].float()
+        moved = x.clone()
+        moved[..., first] = (a * cos - b * sin).to(x.dtype)
+        moved[..., second] = (a * sin + b * cos).to(x.dtype)
+        return moved
+
+    @classmethod
+    def of(cls, network: Any) -> Rope:
+        """Read the rotation off a transformers model.
+
+        The model's own rotary functions turn basis vectors, which gives the rotation matrix of some positions; the
+        keys that each layer really caches at another position then have to agree with it.
+        Raises UserError for a rotation that is not made of pairs, or that is not the same in every layer.
+        """
+        attention = {type(module) for module in network.modules() if "Attention" in type(module).__name__}
+        rotaries = {name: m for name, m in network.named_modules() if "rotary_emb" in name.rpartition(".")[2]}
+        keys = _cached_keys(network, None)
+        if not attention or len({key.shape[-1] for key in keys}) != 1:
+            _fail(network, "no attention module was found, or its heads differ in size between layers")
+        head_dim = keys[0].shape[-1]
+        functions = {name for kind in attention for name in vars(sys.modules[kind.__module__]) if "rotary" in name}
+        if not rotaries and not functions:
+            return cls("none", [], list(range(head_dim)), torch.empty(0), head_dim)
+        apply = [_function(kind) for kind in attention]
+        if len(rotaries) != 1 or None in apply or len(set(apply)) != 1:
+            _fail(network, "its rotary embedding is not one module `rotary_emb` with one `apply_rotary_pos_emb`")
+        rotary = next(iter(rotaries.values()))
+        rope_type = getattr(rotary, "rope_type", "default")
+        try:
+            matrices, frequencies = _read(rotary, apply[0], head_dim)
+        except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+            _fail(network, f"its rotary functions cannot be called ({error})")
+        rope = cls._from_matrices(network, matrices, frequencies, rope_type not in FIXED)
+        for before, after in zip(keys, _cached_keys(network, PROBES[-1]), strict=True):
+            expected = before.float() @ _rotation(rope, PROBES[-1]).T
+            tolerance = max(1e-4, 2 * torch.finfo(before.dtype).eps) * before.float().norm()
+            if (after.float() - expected).norm() > tolerance:
+                _fail(network, "the keys of some layer do not rotate the way its rotary functions do")
+        return rope
+
+    @classmethod
+    def _from_matrices(cls, network: Any, matrices: Tensor, frequencies: Tensor | None, scaled: bool) -> Rope:
+        """matrices [len(PROBES), d, d]: what rotary position embedding multiplies a key by at the PROBES."""
+        head_dim = matrices.shape[-1]
+        connected = (matrices != 0).any(0) & ~torch.eye(head_dim, dtype=torch.bool)
+        partners = [row.nonzero().flatten().tolist() for row in connected]
+        found: list[tuple[float, tuple[int, int], float]] = []  # angle at position 1, pair, attention scaling
+        for i, partner in enumerate(partners):
+            if len(partner) > 1 or (partner and partners[partner[0]] != [i]):
+                _fail(network, f"dimension {i} of a head rotates with {partner}")
+            if partner and i < partner[0]:
+                j = partner[0]
+                cos, sin = matrices[0, i, i], matrices[0, j, i]
+                angle = torch.atan2(sin, cos).item()
+                found.append((abs(angle), (i, j) if angle > 0 else (j, i), torch.hypot(sin, cos).item()))
+        found.sort(key=lambda item: -item[0])
+        pairs = [pair for _, pair, _ in found]
+        plain = [i for i, partner in enumerate(partners) if not partner]
+        angles = torch.tensor([angle for angle, _, _ in found], dtype=torch.float64)
+        if frequencies is not None and frequencies.shape == angles.shape:  # the exact values behind the float32 sines
+            exact = frequencies.double().sort(descending=True).values
+            angles = exact if torch.allclose(exact, angles, rtol=1e-4, atol=0) else angles
+        rope = cls(_layout(network, pairs), pairs, plain, angles.float(), head_dim, scaled)
+        scale = torch.ones(head_dim, dtype=torch.float64)
+        for _, pair, factor in found:
+            scale[list(pair)] = factor
+        for position, matrix in zip(PROBES, matrices, strict=True):
+            if not torch.allclose(_rotation(rope, position).double() * scale, matrix, atol=1e-4):
+                _fail(network, "its rotary matrices are no rotations by position times frequency")
+        return rope
+
+
+def _fail(network: Any, reason: str) -> NoReturn:
+    raise UserError(f"the position embedding of {type(network).__name__} is not understood: {reason}")
+
+
+def _layout(network: Any, pairs: list[tuple[int, int]]) -> Layout:
+    rotating = sorted(dimension for pair in pairs for dimension in pair)
+    n = len(pairs)
+    if sorted(pairs) == list(zip(rotating[:n], rotating[n:], strict=True)):
+        return "half"
+    if sorted(pairs) == list(zip(rotating[::2], rotating[1::2], strict=True)):
+        return "interleaved"
+    _fail(network, f"its pairs of dimensions are neither halves nor neighbours: {pairs}")
+
+
+def _function(kind: type) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """The `apply_rotary_pos_emb` that an attention class calls: the one of the module that defines the class."""
+    return getattr(sys.modules[kind.__module__], "apply_rotary_pos_emb", None)
+
+
+def _read(rotary: Any, apply: Callable[..., tuple[Tensor, Tensor]], head_dim: int) -> tuple[Tensor, Tensor | None]:
+    """The rotation matrices at the PROBES, [len(PROBES), d, d] float64, and the module's own frequencies, if any."""
+    frequencies = getattr(rotary, "inv_freq", None)
+    device = frequencies.device if isinstance(frequencies, Tensor) else torch.device("cpu")
+    positions = torch.tensor([PROBES], device=device)
+    cos, sin = rotary(torch.zeros(1, len(PROBES), head_dim, device=device), positions)
+    # Some attention classes hand over the whole head, others the rotating part in front; the keys decide later.
+    for width in (head_dim, cos.shape[-1]):
+        basis = torch.eye(width, device=device)[None, :, None, :].expand(1, width, len(PROBES), width)
+        try:
+            rotated = apply(basis, basis, cos, sin)[1]
+        except RuntimeError:  # shapes do not fit
+            continue
+        matrices = torch.eye(head_dim, dtype=torch.float64).repeat(len(PROBES), 1, 1)
+        matrices[:, :width, :width] = rotated[0].permute(1, 2, 0).double().cpu()  # [basis, position, out] before
+        return matrices, frequencies.detach().cpu() if isinstance(frequencies, Tensor) else None
+    raise ValueError(f"cos of width {cos.shape[-1]} fits no part of a head of {head_dim}")
+
+
+def _rotation(rope: Rope, position: int) -> Tensor:
+    """The matrix that turns a key (a column) by `position`, [d, d]."""
+    return (
+        Rope(rope.layout, rope.pairs, rope.plain, rope.inv_freq, rope.head_dim)
+        .rotate(torch.eye(rope.head_dim), position)
+        .T
+    )
+
+
+def _cached_keys(network: Any, position: int | None) -> list[Tensor]:
+    """Keys that every layer caches for some tokens, each alone at `position`, [tokens, kv_heads, 1, d] per layer.
+
+    A lone token attends to itself alone, so what enters a layer does not depend on the position: only keys do.
+    """
+    device = network.get_input_embeddings().weight.device
+    ids = torch.tensor([[3], [5], [7], [11]], device=device)
+    where = {} if position is None else {"position_ids": torch.full_like(ids, position)}
+    attention = network.config._attn_implementation
+    network.set_attn_implementation("eager")  # a method's attention may be installed, which wants its own cache
+    try:
+        with torch.no_grad():
+            output = network(input_ids=ids, use_cache=True, **where)
+    finally:
+        network.set_attn_implementation(attention)
+    cache = getattr(output, "cache", None)  # its name in newer transformers 5
+    return [layer.keys.cpu() for layer in (output.past_key_values if cache is None else cache).layers]
