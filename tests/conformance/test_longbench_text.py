@@ -142,7 +142,7 @@ def build(tmp_path: Path, dataset: str, template: str, row: Case, model: StandIn
     row = {"input": "", "answers": ["x"], "all_classes": None, "length": 1, "_id": "1", **row}
     (tmp_path / f"{dataset}.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
     task = LongBench([dataset], str(tmp_path), str(tmp_path / "prompts.json"), **options)
-    (example,) = task.examples(model)  # type: ignore[arg-type]
+    (example,) = task.examples(model, None)  # type: ignore[arg-type]
     return example
 
 
