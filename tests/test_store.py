@@ -314,7 +314,6 @@ def test_second_writer_is_refused_while_the_first_lives(tmp_path: Path) -> None:
         process.kill()
         process.communicate()
     with open_store(tmp_path) as run:
-        assert run.rows
         with pytest.raises(UserError, match=f"process {os.getpid()} "):
             open_store(tmp_path).__enter__()
     with open_store(tmp_path):
@@ -383,5 +382,19 @@ def test_find_runs_reads_finished_running_and_damaged_folders(
     assert runs[1].config == {"budget": 1}
     assert runs[1].summary["model"] == "m"
     assert "empty is not a run folder" in messages.text
-    with pytest.raises(UserError, match="is not a run folder"):
+    with pytest.raises(FileNotFoundError):
         load_run(tmp_path / "nowhere")
+    (tmp_path / "runs" / "empty" / "config.yaml").write_text("a: [")
+    with pytest.raises(ValueError, match=r"config\.yaml is damaged"):
+        load_run(tmp_path / "runs" / "empty")
+
+
+def test_names_come_from_the_summary_else_from_the_config(tmp_path: Path) -> None:
+    config = {"model": {"name": "m"}, "method": {"name": "fasa_c"}, "task": {"_target_": "fasa_bench.tasks.ppl.Ppl"}}
+    with RunStore(tmp_path, ID, config) as run:
+        stored = load_run(run.folder)
+        assert [stored.name(part) for part in ("model", "method", "task")] == ["m", "fasa_c", "ppl"]
+        run.write_summary({"status": "partial", "method": "fasa", "task": "perplexity"})
+        stored = load_run(run.folder)
+        assert [stored.name(part) for part in ("model", "method", "task")] == ["m", "fasa", "perplexity"]
+    assert [store.section_name(part) for part in (None, "x", {})] == ["?", "x", "?"]

@@ -18,7 +18,8 @@ import yaml
 from wandb.proto import wandb_internal_pb2
 
 from fasa_bench import tracking
-from fasa_bench.tracking import Logger, Tracker, WandbTracker, tracker
+from fasa_bench.errors import UserError
+from fasa_bench.tracking import Logger, Tracker, WandbTracker
 
 ROOT = Path(__file__).resolve().parents[1]
 KEY = "0123456789" * 4
@@ -50,9 +51,13 @@ def messages(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 
 
 def make(folder: Path, run_id: str = "run", **logger: Any) -> Tracker:
-    return tracker(
-        Logger(**logger), run_id=run_id, name=f"name of {run_id}", config={"a": {"b": 1}}, results_dir=folder
-    )
+    config = {
+        "model": {"name": "m"},
+        "method": {"name": f"of {run_id}"},
+        "task": {"_target_": "x.ppl.Ppl"},
+        "budget": 64,
+    }
+    return Tracker.of(logger, run_id, config, folder)
 
 
 def stored(folder: Path) -> dict[str, Any]:
@@ -101,9 +106,9 @@ def test_three_runs_of_one_process_are_three_and_the_broken_one_failed(tmp_path:
     folders = sorted((tmp_path / "wandb").glob("offline-run-*"), key=lambda path: path.name[-1])
     runs = [stored(folder) for folder in folders]
     assert [(run["id"], run["name"], run["exit"]) for run in runs] == [
-        ("run0", "name of run0", 0),
-        ("run1", "name of run1", 1),
-        ("run2", "name of run2", 0),
+        ("run0", "m of run0 ppl 64", 0),
+        ("run1", "m of run1 ppl 64", 1),
+        ("run2", "m of run2 ppl 64", 0),
     ]
     assert {run["project"] for run in runs} == {"demo"}
     for number, run in enumerate(runs):
@@ -139,8 +144,8 @@ def test_a_run_of_the_users_own_stays_open(tmp_path: Path) -> None:
 
 def test_standard_output_stays_empty(tmp_path: Path) -> None:
     script = f"""
-from fasa_bench.tracking import Logger, tracker
-with tracker(Logger(), run_id="quiet", name="n", config={{}}, results_dir={str(tmp_path)!r}) as run:
+from fasa_bench.tracking import Tracker
+with Tracker.of({{}}, "quiet", {{}}, {str(tmp_path)!r}) as run:
     run.log_row({{"id": "x", "scores": {{"f1": 1}}}})
     run.log_summary({{"status": "complete"}})
 """
@@ -257,6 +262,18 @@ def test_finishing_cannot_hang(tmp_path: Path) -> None:
     with make(tmp_path) as run:
         assert isinstance(run, WandbTracker)
         assert 0 < run._run.settings.finish_timeout == tracking.FINISH_TIMEOUT
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"kind": "tensorboard"}, r"logger\.kind='tensorboard'.*'wandb' or 'none'"),
+        ({"team": 1}, r"logger\.team=1.*unknown"),
+    ],
+)
+def test_a_wrong_setting_is_one_clear_error(tmp_path: Path, setting: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        make(tmp_path, **setting)
 
 
 # --- none

@@ -227,19 +227,30 @@ class Run:
     rows: list[dict[str, Any]]
     env: dict[str, Any]
 
+    def name(self, section: str) -> str:
+        """Name of the run's "model", "method" or "task"; without a summary yet, as good as its config tells."""
+        return str(self.summary.get(section) or section_name(self.config.get(section)))
+
     @property
     def status(self) -> str:
         """One of STATUSES; a run without a summary is still going on or was killed, hence partial."""
         return str(self.summary.get("status", "partial"))
 
 
+def section_name(section: Any) -> str:
+    """What a config section is called: its name, else the module of its class."""
+    if not isinstance(section, Mapping):
+        return str(section or "?")
+    return str(section.get("name") or str(section.get("_target_", "?")).split(".")[-2:][0])
+
+
 def load_run(folder: str | Path) -> Run:
-    """Read a run folder without locking or changing it. Raises UserError if it is none."""
+    """Read a run folder without locking or changing it. Raises OSError or ValueError if it is none."""
     folder = Path(folder)
     try:
         config = yaml.safe_load((folder / "config.yaml").read_text("utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise UserError(f"{folder} is not a run folder: its config.yaml cannot be read ({error})") from error
+    except yaml.YAMLError as error:
+        raise ValueError(f"{folder / 'config.yaml'} is damaged: {error}") from error
     path = folder / "predictions.jsonl"
     rows, _, _ = _scan(path.read_bytes() if path.exists() else b"")
     return Run(folder, config or {}, _read_json(folder / "summary.json"), rows, _read_json(folder / "env.json"))
@@ -251,8 +262,8 @@ def find_runs(results_dir: str | Path) -> list[Run]:
     for folder in sorted(path for path in Path(results_dir).glob("runs/*") if path.is_dir()):
         try:
             runs.append(load_run(folder))
-        except UserError as error:
-            log.warning("%s; left out", error)
+        except (OSError, ValueError) as error:
+            log.warning("%s is not a run folder (%s); left out", folder, error)
     return runs
 
 

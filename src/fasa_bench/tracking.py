@@ -13,7 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from fasa_bench.store import flatten, plain
+from fasa_bench.config import build
+from fasa_bench.store import flatten, plain, section_name
 
 log = logging.getLogger("fasa_bench")
 
@@ -40,6 +41,12 @@ class Tracker:
 
     failed = False
 
+    @staticmethod
+    def of(logger: Mapping[str, Any], run_id: str, config: Mapping[str, Any], results_dir: str | Path) -> Tracker:
+        """The tracker that `logger`, the section of a config, asks for. config: all settings of the run."""
+        settings = build("logger", logger, Logger)
+        return Tracker() if settings.kind == "none" else WandbTracker(settings, run_id, config, Path(results_dir))
+
     def start(self) -> None:
         """Begin; called on entering."""
 
@@ -64,13 +71,6 @@ class Tracker:
         self.finish()
 
 
-def tracker(logger: Logger, *, run_id: str, name: str, config: Mapping[str, Any], results_dir: str | Path) -> Tracker:
-    """The tracker that `logger` asks for. name: what people see in the list of runs; config: all settings."""
-    if logger.kind == "none":
-        return Tracker()
-    return WandbTracker(logger, run_id, name, config, Path(results_dir))
-
-
 class WandbTracker(Tracker):
     """One W&B run per run folder, with the same id, so that a resumed run goes on in the same place.
 
@@ -79,8 +79,9 @@ class WandbTracker(Tracker):
 
     unreachable = False  # known of the whole process: not every run of a sweep has to wait for the timeout
 
-    def __init__(self, logger: Logger, run_id: str, name: str, config: Mapping[str, Any], results_dir: Path) -> None:
-        self.logger, self.run_id, self.name, self.config, self.results_dir = logger, run_id, name, config, results_dir
+    def __init__(self, logger: Logger, run_id: str, config: Mapping[str, Any], results_dir: Path) -> None:
+        self.logger, self.run_id, self.config, self.results_dir = logger, run_id, plain(config), results_dir
+        self.name = " ".join(section_name(config.get(part)) for part in ("model", "method", "task", "budget"))
         self._run: Any = None
 
     def start(self) -> None:
@@ -147,7 +148,7 @@ class WandbTracker(Tracker):
             id=self.run_id,
             name=self.name,
             dir=str(self.results_dir),
-            config=plain(self.config),
+            config=self.config,
             resume="allow",
             reinit="create_new",  # a sweep runs several in one process; a user's own W&B run stays untouched
             mode=mode,
