@@ -313,9 +313,8 @@ def test_second_writer_is_refused_while_the_first_lives(tmp_path: Path) -> None:
     finally:
         process.kill()
         process.communicate()
-    with open_store(tmp_path) as run:
-        with pytest.raises(UserError, match=f"process {os.getpid()} "):
-            open_store(tmp_path).__enter__()
+    with open_store(tmp_path), pytest.raises(UserError, match=f"process {os.getpid()} "):
+        open_store(tmp_path).__enter__()
     with open_store(tmp_path):
         pass
 
