@@ -148,7 +148,7 @@ class RunStore:
         whole.setdefault("env", self.env)
         whole.setdefault("config", self.config)
         try:
-            _replace(self.folder / "summary.json", _json(whole))
+            write_whole(self.folder / "summary.json", _json(whole))
         except OSError as error:
             raise UserError(
                 f"{self.folder / 'summary.json'} cannot be written: {error.strerror or error}. All rows are kept: "
@@ -183,17 +183,19 @@ class RunStore:
             os.fsync(self._file)
         elif good != data:
             os.close(self._file)
-            _replace(path, good)
+            write_whole(path, good)
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND | getattr(os, "O_BINARY", 0))
         self._size = len(good)
         self.done = {row["id"] for row in self.rows}
-        _replace(self.folder / "config.yaml", yaml.safe_dump(self.config, sort_keys=False, allow_unicode=True).encode())
+        write_whole(
+            self.folder / "config.yaml", yaml.safe_dump(self.config, sort_keys=False, allow_unicode=True).encode()
+        )
         from fasa_bench.environment import environment  # not at the top: reading stored runs needs no torch
 
         self._here = plain(environment())
         self.env = (self.rows and _read_json(self.folder / "env.json")) or self._here
         if self.env is self._here:
-            _replace(self.folder / "env.json", _json(self.env))
+            write_whole(self.folder / "env.json", _json(self.env))
 
     def _update_env(self) -> None:
         """Record a changed environment with the first row computed in it, not when a finished run is only looked at."""
@@ -206,7 +208,7 @@ class RunStore:
             "%s: the %d stored rows come from another environment (%s)", self.folder, len(self.rows), "; ".join(changes)
         )
         self.env = {**self._here, "earlier": [*self.env.get("earlier", []), before]}
-        _replace(self.folder / "env.json", _json(self.env))
+        write_whole(self.folder / "env.json", _json(self.env))
 
     def _close(self) -> None:
         if self._file >= 0:
@@ -308,7 +310,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _replace(path: Path, content: bytes) -> None:
+def write_whole(path: Path, content: bytes) -> None:
     """Write a file so that a reader, or a power cut, sees the old one or the new one and nothing between."""
     temporary = path.with_name(f".{path.name}.new")
     try:

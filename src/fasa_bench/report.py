@@ -1,0 +1,191 @@
+"""Tables and figures of stored runs; reads run folders only, never a model.
+
+python -m fasa_bench.report show|tables|figures [--results-dir results] [--figure-name NAME] [RUN_FOLDER ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+import pandas as pd
+from rich.console import Console
+from rich.table import Table
+
+from fasa_bench.errors import UserError
+from fasa_bench.store import Run, find_runs, load_run, write_whole
+from fasa_bench.tables import MISSING, Group, grouped, lower_is_better, numbers, span, table
+
+__all__ = ["main", "print_table", "table", "write_figures", "write_tables"]
+
+PRINTED_METRICS = 3  # more do not fit into 120 columns
+WORDS = ("method", "status")  # columns set left
+DETAILS = ["prefill s", "cached tokens", "sparse steps"]  # columns that neither a terminal nor a page has room for
+NOTE = "In brackets: 95 % bootstrap interval over examples. Tokens read: mean per head and decode step."
+TEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "↓": r"$\downarrow$"}
+TEX |= {"↑": r"$\uparrow$", "–": "--", "·": r"$\cdot$", **{sign: f"\\{sign}" for sign in "&%$#_{}"}}
+
+
+def print_table(runs: Sequence[Run], file: IO[str] | None = None) -> None:
+    """Print one table per model and task, on stderr unless told otherwise."""
+    console = Console(file=file) if file else Console(stderr=True)
+    if not console.is_terminal:
+        console.width = 120
+    for group in grouped(runs):
+        shown = group.main_metrics(PRINTED_METRICS)
+        frame = _frame(group, shown).drop(columns=DETAILS)
+        left_out = len(group.metrics) - len(shown)
+        more = f" {left_out} more metrics: `python -m fasa_bench.report tables`." if left_out else ""
+        grid = Table(
+            title=_title(group), title_justify="left", caption=f"{NOTE}{more}", caption_justify="left", box=None
+        )
+        for column in frame.columns:
+            grid.add_column(
+                _two_lines(column),
+                justify="left" if column in WORDS else "right",
+                no_wrap=column != "method",
+                overflow="fold",
+            )
+        for name, *cells in frame.itertuples(index=False):
+            grid.add_row(name, *map(_two_lines, cells))
+        console.print(grid, end="\n\n", markup=False)
+
+
+def write_tables(results_dir: str | Path, runs: Sequence[Run] | None = None) -> list[Path]:
+    """Write tables/runs.md, .tex (both as text) and .csv (numbers at full precision); returns the paths."""
+    runs = _some(results_dir, runs)
+    groups = grouped(runs)
+    files = {
+        "runs.md": "\n".join([*map(_markdown, groups), NOTE, ""]),
+        "runs.tex": "\n".join(["% needs \\usepackage{booktabs}", *map(_latex, groups)]),
+        "runs.csv": numbers(runs).to_csv(index=False, lineterminator="\n"),
+    }
+    return [_write(Path(results_dir) / "tables" / name, text.encode()) for name, text in files.items()]
+
+
+def write_figures(results_dir: str | Path, runs: Sequence[Run] | None = None, name: str = "runs") -> list[Path]:
+    """Write figures/<name>.pdf and .png: scores and decode time over tokens read; returns the paths."""
+    from fasa_bench.figures import draw  # not at the top: tables need no matplotlib
+
+    drawn = draw(grouped(_some(results_dir, runs)))
+    return [_write(Path(results_dir) / "figures" / f"{name}.{kind}", data) for kind, data in drawn.items()]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m fasa_bench.report", description="Tables and figures of stored runs."
+    )
+    parser.add_argument("what", choices=["tables", "figures", "show"])
+    parser.add_argument("folders", nargs="*", metavar="RUN_FOLDER", help="only these runs (default: all)")
+    parser.add_argument("--results-dir", default="results", help="where runs are, and tables/ and figures/ go")
+    parser.add_argument("--figure-name", default="runs", help="name of the figure's files, without ending")
+    options = parser.parse_intermixed_args(arguments)
+    logging.basicConfig(format="%(message)s", stream=sys.stderr)
+    try:
+        runs = [_load(folder) for folder in options.folders] or None
+        if options.what == "show":
+            print_table(_some(options.results_dir, runs), file=sys.stdout)
+        elif options.what == "tables":
+            print(*write_tables(options.results_dir, runs), sep="\n")
+        else:
+            print(*write_figures(options.results_dir, runs, options.figure_name), sep="\n")
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _load(folder: str) -> Run:
+    try:
+        return load_run(folder)
+    except (OSError, ValueError) as error:
+        raise UserError.of(
+            "RUN_FOLDER", folder, f"must be a run folder, as named by a `run:` line ({error})"
+        ) from error
+
+
+def _some(results_dir: str | Path, runs: Sequence[Run] | None) -> Sequence[Run]:
+    runs = find_runs(results_dir) if runs is None else runs
+    if not runs:
+        raise UserError(
+            f"there are no runs under {Path(results_dir) / 'runs'}: start one with `python run.py`, "
+            "or name another folder with --results-dir"
+        )
+    return runs
+
+
+def _title(group: Group) -> str:
+    return f"{group.model} · {group.task}: {group.context}"
+
+
+def _frame(group: Group, shown: Sequence[str]) -> pd.DataFrame:
+    """The group's part of `table`, ready for people: metrics say where better is and how many examples they have."""
+    frame = table([run for _, run in group.runs])
+    frame = frame.drop(columns=["model", "task", *(name for name in group.metrics if name not in shown)])
+    return frame.rename(columns={name: _heading(group, name) for name in shown})
+
+
+def _heading(group: Group, metric: str) -> str:
+    entries = [(run.summary.get("metrics") or {}).get(metric) or {} for _, run in group.runs]
+    counts = [entry["n"] for entry in entries if entry.get("n")]
+    n = f" (n={span(counts)})" if counts else ""
+    return f"{metric} {'↓' if lower_is_better(metric) else '↑'}{n}"
+
+
+def _two_lines(text: str) -> str:
+    return re.sub(r" (?=\((?:n=|\d+ done)|\+ |ms/|MiB|read)", "\n", text)
+
+
+def _markdown(group: Group) -> str:
+    frame = _frame(group, group.metrics)
+    aligned = [":--" if column in WORDS else "--:" for column in frame.columns]
+    lines = [frame.columns, aligned, *frame.itertuples(index=False)]
+    body = ["| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines]
+    return "\n".join([f"## {group.model} · {group.task}", "", f"{group.context}.", "", *body, ""])
+
+
+def _latex(group: Group) -> str:
+    frame = _frame(group, group.metrics).drop(columns=DETAILS)
+    if len(group.metrics) > PRINTED_METRICS:
+        frame = frame.map(lambda cell: cell.split(" [")[0])  # intervals have no room; they are in runs.csv
+    columns = "".join("l" if column in WORDS else "r" for column in frame.columns)
+    head, *body = [" & ".join(map(_tex, line)) + r" \\" for line in [frame.columns, *frame.itertuples(index=False)]]
+    return "\n".join(
+        [
+            r"\begin{table*}[t]",
+            r"\centering\footnotesize\setlength{\tabcolsep}{3pt}",
+            rf"\caption{{{_tex(_title(group))}. {_tex(NOTE)}}}",
+            rf"\begin{{tabular}}{{{columns}}}",
+            r"\toprule",
+            head,
+            r"\midrule",
+            *body,
+            r"\bottomrule",
+            r"\end{tabular}",
+            r"\end{table*}",
+            "",
+        ]
+    )
+
+
+def _tex(text: str) -> str:
+    return "--" if text == MISSING else "".join(TEX.get(sign, sign) for sign in text)
+
+
+def _write(path: Path, content: bytes) -> Path:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, content)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
+    return path
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,347 @@
+"""Tables and figures of fake runs: the right numbers in the right cells, and never a 0 where nothing was run."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from fasa_bench import report
+from fasa_bench.errors import UserError
+from fasa_bench.figures import GREY, figure
+from fasa_bench.report import main, print_table, write_figures, write_tables
+from fasa_bench.store import Run, RunStore, find_runs, load_run, run_id
+from fasa_bench.tables import grouped, interval, number, table
+
+MIB = 2**20
+PPL = {"perplexity": {"value": 16.703, "ci_low": 15.94, "ci_high": 17.61, "n": 8}}
+
+
+def make(
+    root: Path,
+    method: str,
+    budget: int | float | None,
+    metrics: dict[str, Any] | None,
+    *,
+    model: str = "m",
+    task: str = "ppl",
+    status: str | None = "complete",
+    speed: str = "physical",
+    ms: float = 41.25,
+    host: int = 0,
+    examples: int = 2,
+    **settings: Any,
+) -> Run:
+    """Store a run; status None: it is going on and has no summary."""
+    section = {"name": method, **settings}
+    config = {"model": {"name": model}, "task": {"_target_": f"x.{task}.T"}, "method": section, "budget": budget}
+    with RunStore(root, run_id(config), config) as run:
+        for index in range(examples):
+            run.append({"id": str(index), "prompt_tokens": 700 + 300 * index})
+        if status is not None:
+            time = {"median": ms, "p25": ms - 1, "p75": ms + 2, "n": 50}
+            run.write_summary(
+                {
+                    "status": status,
+                    "model": model,
+                    "method": method,
+                    "task": task,
+                    "budget": budget,
+                    "speed": speed,
+                    "metrics": metrics or {},
+                    "latency": {"prefill_s": 0.5, "decode_ms_per_token": time, "stages": {}},
+                    "memory": {"device_bytes": 46 * MIB, "host_bytes": host * MIB, "peak_bytes": 9},
+                    "realised": {"attended_tokens": budget or 1000.4, "cached_tokens": 1000.4, "sparse_steps": 0},
+                }
+            )
+    return load_run(run.folder)
+
+
+def score(value: float | None, n: int = 5, spread: float = 2.0) -> dict[str, Any]:
+    low, high = (None, None) if value is None else (value - spread, value + spread)
+    return {"value": value, "ci_low": low, "ci_high": high, "n": n}
+
+
+@pytest.fixture
+def demo(tmp_path: Path) -> Path:
+    for name, budget, values in [
+        ("fkv", None, (8.9, 55.0)),
+        ("fasa_c", 64, (12.1, 48.0)),
+        ("oracle", 64, (9.7, 54.0)),
+    ]:
+        metrics = {"perplexity": score(values[0]), "code_similarity": score(values[1], n=6)}
+        make(tmp_path, name, budget, metrics, task="stdlib", speed="simulated" if name == "oracle" else "physical")
+    make(tmp_path, "h2o", 64, None, task="stdlib", status=None, examples=1)
+    return tmp_path
+
+
+# --- text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (16.7034, "16.70"),
+        (8.9123, "8.912"),
+        (100.0, "100.0"),
+        (12345.6, "12,346"),
+        (0.5, "0.500"),
+        (0.0, "0.000"),
+        (0.00001234, "1.2e-05"),
+        (7, "7"),
+        (None, "-"),
+    ],
+)
+def test_number(value: float | int | None, text: str) -> None:
+    assert number(value) == text
+
+
+def test_interval() -> None:
+    assert interval(PPL["perplexity"]) == "16.70 [15.9, 17.6]"
+    assert interval({"value": 3.25, "ci_low": None, "ci_high": None, "n": 1}) == "3.250"
+    assert interval(None) == "not run"
+    assert interval({"value": None, "n": 0}) == "not run"
+    assert interval({"value": None, "n": 4}) == "-"  # run, and no number came out
+
+
+# --- table
+
+
+def test_a_row_has_every_number(tmp_path: Path) -> None:
+    runs = [make(tmp_path, "fasa_m", 256, PPL, host=30)]
+    assert table(runs).to_dict("records") == [
+        {
+            "model": "m",
+            "task": "ppl",
+            "method": "fasa_m",
+            "budget": "256",
+            "perplexity": "16.70 [15.9, 17.6]",
+            "decode ms/token": "41.2",
+            "prefill s": "0.50",
+            "cache MiB": "46.0 + 30.0 host",
+            "tokens read": "256",
+            "cached tokens": "1,000",
+            "sparse steps": "0",
+            "status": "complete",
+        }
+    ]
+
+
+def test_what_was_not_run_is_never_a_zero(demo: Path) -> None:
+    make(demo, "fkv", None, PPL, status="failed")
+    frame = table(find_runs(demo)).set_index(["task", "method"])
+    running = frame.loc[("stdlib", "h2o")]
+    assert running["perplexity"] == running["code_similarity"] == "not run"
+    assert set(running[["decode ms/token", "prefill s", "cache MiB", "tokens read", "sparse steps"]]) == {"-"}
+    assert running["status"] == "partial (1 done)"
+    assert frame.loc[("ppl", "fkv"), "code_similarity"] == "-"  # that task has no such score
+    assert frame.loc[("ppl", "fkv"), "status"] == "failed (2 done)"
+    assert frame.loc[("stdlib", "fkv"), "cache MiB"] == "46.0"
+
+
+def test_full_kv_comes_first_and_budgets_in_order(tmp_path: Path) -> None:
+    for budget in (1024, 128, 0.5, 256):
+        make(tmp_path, "a", budget, PPL)
+    make(tmp_path, "fkv", None, PPL)
+    make(tmp_path, "b", 64, PPL, model="earlier")
+    frame = table(find_runs(tmp_path))
+    assert list(frame["budget"]) == ["64", "full", "128", "256", "1024", "0.5"]
+
+
+def test_a_simulated_method_shows_no_speed(demo: Path) -> None:
+    frame = table(find_runs(demo)).set_index("method")
+    assert frame.loc["oracle", "decode ms/token"] == frame.loc["oracle", "prefill s"] == "simulated"
+    assert frame.loc["fasa_c", "decode ms/token"] == "41.2"
+
+
+def test_runs_that_differ_in_a_setting_say_so(tmp_path: Path) -> None:
+    make(tmp_path, "fasa_c", 64, PPL, pairing="rope", n_tip=8)
+    make(tmp_path, "fasa_c", 64, PPL, pairing="adjacent", n_tip=8)
+    make(tmp_path, "fasa_c", 128, PPL, pairing="rope", n_tip=8)
+    make(tmp_path, "snapkv", 64, PPL, window=32)
+    make(tmp_path, "snapkv", 128, PPL, window=64)  # goes with the budget: still one method
+    assert list(table(find_runs(tmp_path))["method"]) == [
+        "fasa_c (pairing=adjacent)",
+        "fasa_c (pairing=rope)",
+        "fasa_c (pairing=rope)",
+        "snapkv",
+        "snapkv",
+    ]
+
+
+def test_headline_metrics_leave_out_parts_and_counts(tmp_path: Path) -> None:
+    names = ["qasper", "qasper/0-4k", "hotpotqa", "lcc", "trec", "avg", "n_empty"]
+    runs = [make(tmp_path, "fkv", None, {name: score(50.0) for name in names}, task="longbench")]
+    (group,) = grouped(runs)
+    assert group.metrics == ["qasper", "hotpotqa", "lcc", "trec", "avg"]
+    assert group.main_metrics(3) == ["qasper", "hotpotqa", "avg"]
+    assert "n_empty" not in table(runs)
+
+
+# --- output
+
+
+def test_printed_table_fits_120_columns_and_cuts_nothing(demo: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["a_long_data_set_name", "hotpotqa", "lcc", "trec", "avg"]
+    for method, budget in [("fkv", None), ("streamingllm", 2048)]:
+        metrics = {name: score(55.55) for name in names}
+        make(demo, method, budget, metrics, model="llama31_8b", task="longbench", host=300, status="interrupted")
+    print_table(find_runs(demo))
+    output = capsys.readouterr()
+    assert output.out == ""  # standard output names the run folders and nothing else
+    lines = output.err.splitlines()
+    assert max(map(len, lines)) <= 120
+    assert "…" not in output.err
+    assert any("a_long_data_set_name ↑" in line for line in lines)
+    row = next(line for line in lines if line.strip().startswith("fasa_c"))
+    assert " ".join(row.split()) == "fasa_c 64 12.10 [10.1, 14.1] 48.00 [46.0, 50.0] 41.2 46.0 64 complete"
+    assert "2 more metrics" in output.err
+    assert "1–2 examples, prompts of 700–1,000 tokens" in output.err
+
+
+def test_tables_are_written_for_people_and_programs(demo: Path) -> None:
+    paths = write_tables(demo)
+    assert [path.relative_to(demo).as_posix() for path in paths] == [
+        "tables/runs.md",
+        "tables/runs.tex",
+        "tables/runs.csv",
+    ]
+    markdown, latex, csv = (path.read_text("utf-8") for path in paths)
+    assert "| fasa_c | 64 | 12.10 [10.1, 14.1] | 48.00 [46.0, 50.0] | 41.2 |" in markdown
+    assert "| perplexity ↓ (n=5) | code_similarity ↑ (n=6) |" in markdown
+    assert r"fasa\_c & 64 & 12.10 [10.1, 14.1] & 48.00 [46.0, 50.0] & 41.2 & 46.0 & 64 & complete \\" in latex
+    assert r"perplexity $\downarrow$ (n=5)" in latex
+    assert latex.count(r"\toprule") == latex.count(r"\bottomrule") == 1
+    assert not [line for line in latex.splitlines()[1:] if "_" in line.replace(r"\_", "")]
+    frame = pd.read_csv(io.StringIO(csv)).set_index("method")
+    assert frame.loc["fasa_c", "perplexity.value"] == 12.1
+    assert frame.loc["fasa_c", "latency.decode_ms_per_token.median"] == 41.25
+    assert frame.loc["fasa_c", "memory.device_bytes"] == 46 * MIB
+    assert pd.isna(frame.loc["fkv", "budget"])
+    assert pd.isna(frame.loc["oracle", "latency.decode_ms_per_token.median"])  # simulated
+    assert (
+        frame.loc["h2o"]
+        .drop(["run_id", "model", "task", "budget", "status", "examples", "speed", "machine"])
+        .isna()
+        .all()
+    )
+
+
+def test_latex_signs_are_escaped(tmp_path: Path) -> None:
+    runs = [make(tmp_path, "a&b%c#d$e{f}g~h^i\\j", 1, PPL)]
+    latex = write_tables(tmp_path, runs)[1].read_text("utf-8")
+    assert r"a\&b\%c\#d\$e\{f\}g\textasciitilde{}h\textasciicircum{}i\textbackslash{}j & 1 &" in latex
+
+
+# --- figure
+
+
+def panels(root: Path) -> dict[str, Any]:
+    return {ax.get_title(): ax for ax in figure(grouped(find_runs(root))).findobj(lambda a: hasattr(a, "get_title"))}
+
+
+def test_one_budget_is_drawn_as_a_line_for_each_method(demo: Path) -> None:
+    axes = panels(demo)
+    assert list(axes) == ["perplexity ↓", "code_similarity ↑", "decode ms/token ↓"]
+    ax = axes["perplexity ↓"]
+    drawn = {(line.get_xdata()[0], line.get_ydata()[0]) for line in ax.lines if line.get_marker() not in ("None", "")}
+    assert drawn == {(8.9, 0), (12.1, 1), (9.7, 3)}
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["fkv", "fasa_c", "h2o", "oracle"]
+    time = axes["decode ms/token ↓"]
+    assert {line.get_ydata()[0] for line in time.lines if line.get_marker() not in ("None", "")} == {0, 1}
+    assert [text.get_text() for text in time.texts] == ["simulated"]
+    assert time.get_xlim()[0] == 0
+
+
+def test_several_budgets_are_drawn_as_curves_over_tokens_read(tmp_path: Path) -> None:
+    make(tmp_path, "fkv", None, PPL)
+    for budget, value in [(256, 18.0), (64, 20.0)]:
+        make(tmp_path, "fasa_c", budget, {"perplexity": score(value)}, status="partial" if budget == 64 else "complete")
+    ax = panels(tmp_path)["perplexity ↓"]
+    assert ax.get_xscale() == "log"
+    curve = next(line for line in ax.lines if len(line.get_xdata()) == 2 and line.get_color() != GREY)
+    assert list(zip(curve.get_xdata(), curve.get_ydata(), strict=True)) == [(64, 20.0), (256, 18.0)]
+    full = next(line for line in ax.lines if line.get_color() == GREY)
+    assert list(full.get_ydata()) == [16.703, 16.703]
+    (band,) = ax.patches
+    assert (band.get_y(), band.get_y() + band.get_height()) == pytest.approx((15.94, 17.61))
+    bars = sorted(tuple(collection.get_segments()[0][:, 1]) for collection in ax.collections)
+    assert bars == [(16.0, 20.0), (18.0, 22.0)]
+    hollow = {line.get_xdata()[0] for line in ax.lines if line.get_markerfacecolor() == "white"}
+    assert hollow == {64}
+
+
+def test_methods_of_a_figure_can_be_told_apart(tmp_path: Path) -> None:
+    for index in range(10):
+        make(tmp_path, f"method{index}", 64, PPL)
+        make(tmp_path, f"method{index}", 128, PPL)
+    (legend,) = [part for part in figure(grouped(find_runs(tmp_path))).findobj() if type(part).__name__ == "Legend"]
+    looks = [(line.get_color(), line.get_marker(), line.get_linestyle()) for line in legend.legend_handles]
+    assert len(set(looks)) == 10
+    assert [text.get_text() for text in legend.get_texts()] == [f"method{index}" for index in range(10)]
+
+
+def test_figures_are_the_same_bytes_each_time(demo: Path) -> None:
+    paths = write_figures(demo)
+    assert [path.relative_to(demo).as_posix() for path in paths] == ["figures/runs.pdf", "figures/runs.png"]
+    first = [path.read_bytes() for path in paths]
+    assert first[0].startswith(b"%PDF")
+    assert first[1].startswith(b"\x89PNG")
+    assert b"CreationDate" not in first[0]
+    command = [
+        sys.executable,
+        "-m",
+        "fasa_bench.report",
+        "figures",
+        "--results-dir",
+        str(demo),
+        "--figure-name",
+        "again",
+    ]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert result.stdout.split() == [str(demo / "figures" / "again.pdf"), str(demo / "figures" / "again.png")]
+    assert [Path(path).read_bytes() for path in result.stdout.split()] == first
+
+
+def test_nothing_to_draw_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no run has a score"):
+        write_figures(tmp_path, [make(tmp_path, "fkv", None, None, status="failed")])
+
+
+# --- command line
+
+
+def test_show_prints_the_runs_that_were_named(demo: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = {run.name("method"): str(run.folder) for run in find_runs(demo)}
+    assert main(["show", "--results-dir", str(demo)]) == 0
+    assert "oracle" in capsys.readouterr().out
+    assert main(["show", folders["fkv"], folders["fasa_c"]]) == 0
+    output = capsys.readouterr().out
+    assert "fasa_c" in output
+    assert "oracle" not in output
+    assert main(["tables", folders["fkv"], "--results-dir", str(demo)]) == 0
+    assert "oracle" not in (demo / "tables" / "runs.md").read_text("utf-8")
+
+
+def test_errors_are_one_line_and_a_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for what in ("show", "tables", "figures"):
+        assert main([what, "--results-dir", str(tmp_path / "none")]) == 1
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: there are no runs under {tmp_path / 'none' / 'runs'}: start one with")
+    assert main(["show", str(tmp_path)]) == 1
+    assert "RUN_FOLDER=" in capsys.readouterr().err
+    run = make(tmp_path, "fkv", None, PPL)
+    (tmp_path / "tables").write_text("in the way")
+    assert main(["tables", str(run.folder), "--results-dir", str(tmp_path)]) == 1
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_reading_results_loads_no_model() -> None:
+    script = "import sys, fasa_bench.report, fasa_bench.figures; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+    assert report.table is table
