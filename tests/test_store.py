@@ -10,10 +10,12 @@ import os
 import signal
 import subprocess
 import sys
+from enum import StrEnum
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import yaml
 
 from fasa_bench import environment, store
@@ -91,6 +93,20 @@ def test_folder_holds_config_rows_summary_and_environment(tmp_path: Path) -> Non
     assert env["python"] == ".".join(map(str, sys.version_info[:3]))
     assert env["packages"]["torch"]
     assert os.uname().nodename not in json.dumps(env)
+
+
+def test_strings_that_are_more_than_strings_are_stored_as_strings(tmp_path: Path) -> None:
+    class Kind(StrEnum):
+        A = "a"
+
+    settings = {"torch": torch.__version__, "kind": Kind.A, "numpy": np.str_("n"), "tuple": (1, torch.tensor(2))}
+    with RunStore(tmp_path, ID, settings) as run:
+        assert load_run(run.folder).config == {
+            "torch": str(torch.__version__),
+            "kind": "a",
+            "numpy": "n",
+            "tuple": [1, 2],
+        }
 
 
 def test_rows_in_memory_equal_rows_read_back(tmp_path: Path) -> None:

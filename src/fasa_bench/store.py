@@ -61,9 +61,11 @@ def plain(value: Any) -> Any:
     """The same in JSON types: NaN and infinities become None, numpy and torch values Python ones, tuples lists."""
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, str):
+        return str.__str__(value)  # torch.__version__ and string enums are more than strings, which YAML refuses
     if hasattr(value, "tolist"):  # numpy and torch, scalars included
         return plain(value.tolist())
-    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+    if isinstance(value, Sequence) and not isinstance(value, bytes):
         return [plain(item) for item in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
