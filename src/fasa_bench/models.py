@@ -222,6 +222,17 @@ class Model:
                     digest.update(file.read(2**20))
         return digest.hexdigest()
 
+    def identity(self) -> dict[str, Any]:
+        """What about the model can change an output: it goes into the run id. Where its files lie cannot."""
+        return {
+            "fingerprint": self.fingerprint,
+            "dtype": str(self._weights_dtype),
+            "attention": self.prefill_backend,
+            "device": self._home.type,
+            "max_input": self.max_input,
+            "end_token_ids": self.end_token_ids,
+        }
+
     @property
     def _is_random(self) -> bool:
         return self.spec.source == "random" and not self.spec.path

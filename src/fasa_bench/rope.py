@@ -89,13 +89,14 @@ class Rope:
         functions = {name for kind in attention for name in vars(sys.modules[kind.__module__]) if "rotary" in name}
         if not rotaries and not functions:
             return cls("none", [], list(range(head_dim)), torch.empty(0), head_dim)
-        apply = [_function(kind) for kind in attention]
-        if len(rotaries) != 1 or None in apply or len(set(apply)) != 1:
+        called = [_function(kind) for kind in attention]
+        apply = called[0] if len(set(called)) == 1 else None
+        if len(rotaries) != 1 or apply is None:
             _fail(network, "its rotary embedding is not one module `rotary_emb` with one `apply_rotary_pos_emb`")
         rotary = next(iter(rotaries.values()))
         rope_type = getattr(rotary, "rope_type", "default")
         try:
-            matrices, frequencies = _read(rotary, apply[0], head_dim)
+            matrices, frequencies = _read(rotary, apply, head_dim)
         except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
             _fail(network, f"its rotary functions cannot be called ({error})")
         rope = cls._from_matrices(network, matrices, frequencies, rope_type not in FIXED)

@@ -1,0 +1,41 @@
+"""Real text that every Python installation carries: its own language reference."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+from fasa_bench.errors import UserError
+
+EVALUATED = 0.7  # share of the text that tasks may score; methods are calibrated on the rest
+
+
+def documentation() -> str:
+    """The part that tasks evaluate: about 260k characters; the text differs a little between Python versions."""
+    return _parts()[0]
+
+
+def calibration_text() -> str:
+    """The part that methods are calibrated on; no paragraph of it is in `documentation`."""
+    return _parts()[1]
+
+
+@cache
+def _parts() -> tuple[str, str]:
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as error:  # some systems ship Python without it
+        raise UserError("this Python has no pydoc_data: install its documentation package or another Python") from error
+    # Topics quote each other at length, with other indentation. Each paragraph counts once: a model would only copy
+    # the second, and no paragraph is on both sides of the cut.
+    seen: dict[tuple[str, ...], str] = {}
+    for key in sorted(topics):
+        for text in re.split(r"\n{2,}", topics[key].strip("\n")):
+            seen.setdefault(tuple(text.split()), text)
+    paragraphs = list(seen.values())
+    total = sum(map(len, paragraphs))
+    size = cut = 0
+    while size < EVALUATED * total:
+        size += len(paragraphs[cut])
+        cut += 1
+    return "\n\n".join(paragraphs[:cut]), "\n\n".join(paragraphs[cut:])

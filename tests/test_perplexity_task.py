@@ -1,0 +1,169 @@
+"""Perplexity: windows are the right ids, the score is the mean over tokens, and known values come out."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fasa_bench.errors import UserError
+from fasa_bench.models import Model, ModelSpec
+from fasa_bench.task import Example, Prediction
+from fasa_bench.tasks.perplexity import Perplexity
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return Model(ModelSpec("tiny", max_input=64, source="random", positions=96))
+
+
+def ids(model: Model, text: str) -> list[int]:
+    return model.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def examples(model: Model, limit: int | None = None, **parameters: Any) -> list[Example]:
+    return list(Perplexity(**{"prefill": 8, "decode": 3, "windows": None} | parameters).examples(model, limit))
+
+
+def all_ids(made: list[Example]) -> list[int]:
+    return [token for example in made for token in [*example.prompt_ids, *(example.target_ids or [])]]
+
+
+def forced(nll: list[float]) -> Prediction:
+    return Prediction([1] * len(nll), "", "forced", nll)
+
+
+def row(task: Perplexity, nll: list[float]) -> dict[str, Any]:
+    return {"id": "x", "fields": {}, "scores": task.score(Example("x", [1], [1] * len(nll)), forced(nll))}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Files of every kind; each word is a token."""
+    (tmp_path / "b.txt").write_text(" one" * 25)
+    (tmp_path / "a.md").write_text(" two" * 11)
+    rows = [{"text": " three" * 10}, {"text": " four" * 22}]
+    (tmp_path / "c.jsonl").write_text("\n".join(json.dumps(row) for row in rows) + "\n\n")
+    (tmp_path / "notes.pdf").write_text("not text")
+    return tmp_path
+
+
+def test_windows_follow_one_another_without_overlap(model: Model, folder: Path) -> None:
+    whole = ids(model, " one" * 25)
+    assert len(whole) == 25
+    text = " ".join(f"{i}" for i in range(40))
+    (folder / "b.txt").write_text(text)
+    made = examples(model, path=str(folder / "b.txt"))
+    whole = ids(model, text)
+    assert [example.id for example in made] == [f"b.txt/{i}" for i in range(len(whole) // 11)]
+    assert all_ids(made) == whole[: 11 * len(made)]
+    assert {(len(example.prompt_ids), len(example.target_ids or [])) for example in made} == {(8, 3)}
+
+
+def test_every_document_of_a_folder_in_order(model: Model, folder: Path) -> None:
+    made = examples(model, path=str(folder))
+    assert [example.id for example in made] == ["a.md/0", "b.txt/0", "b.txt/1", "c.jsonl/1/0", "c.jsonl/1/1"]
+    assert made[3].prompt_ids == ids(model, " four" * 8)
+    assert [example.id for example in examples(model, path=str(folder), windows=2)] == ["a.md/0", "b.txt/0"]
+    assert len(examples(model, limit=3, path=str(folder), windows=4)) == 3
+
+
+def test_documents_joined_by_blank_lines(model: Model, folder: Path) -> None:
+    made = examples(model, path=str(folder), documents="joined")
+    text = "\n\n".join([" two" * 11, " one" * 25, " three" * 10, " four" * 22])
+    assert len(made) == len(ids(model, text)) // 11 == 6
+    assert all_ids(made) == ids(model, text)[:66]
+
+
+def test_rows_as_plain_text_and_plain_text_as_rows(model: Model, folder: Path) -> None:
+    raw = examples(model, path=str(folder / "c.jsonl"), text_format="plain")
+    assert raw[0].prompt_ids == ids(model, (folder / "c.jsonl").read_text())[:8]
+    with pytest.raises(UserError, match=r"b\.txt, line 1: not a JSON object"):
+        examples(model, path=str(folder / "b.txt"), text_format="lines")
+
+
+def test_begin_token_comes_on_top(model: Model, folder: Path) -> None:
+    plain = examples(model, path=str(folder / "b.txt"))
+    begun = examples(model, path=str(folder / "b.txt"), special_tokens=True)
+    assert [example.prompt_ids for example in begun] == [[1, *example.prompt_ids] for example in plain]
+    assert [example.target_ids for example in begun] == [example.target_ids for example in plain]
+    assert (plain[0].fields["begin_token"], begun[0].fields["begin_token"]) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"path": None}, r"task\.path=None"),
+        ({"path": "/no/such/file"}, r"task\.path='/no/such/file'"),
+        ({"prefill": 0}, r"task\.prefill=0"),
+        ({"decode": 0}, r"task\.decode=0"),
+        ({"windows": 0}, r"task\.windows=0"),
+        ({"decode": 1, "drop_first": True}, r"task\.decode=1"),
+        ({"prefill": 30}, r"needs documents of 33 tokens; the longest in .* has 25"),
+        ({"prefill": 65}, r"task\.prefill=65.*at most 64 tokens"),
+        ({"prefill": 64, "decode": 33}, r"task\.prefill=64.*96 positions"),
+    ],
+)
+def test_bad_input_names_the_key(model: Model, folder: Path, parameters: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        examples(model, **{"path": str(folder / "b.txt")} | parameters)
+
+
+def test_a_model_that_knows_nothing_has_the_vocabulary_as_perplexity(folder: Path) -> None:
+    task = Perplexity(path=str(folder))
+    rows = [row(task, [math.log(49_152)] * n) for n in (3, 5)]
+    assert rows[0]["scores"]["perplexity"] == pytest.approx(49_152, rel=1e-9)
+    assert task.metrics(rows)["perplexity"]["value"] == pytest.approx(49_152, rel=1e-9)
+
+
+def test_windows_count_by_their_tokens(folder: Path) -> None:
+    task = Perplexity(path=str(folder))
+    rows = [row(task, [1.0]), row(task, [3.0, 3.0, 3.0])]
+    metric = task.metrics(rows)["perplexity"]
+    assert metric["value"] == pytest.approx(math.exp(10 / 4))  # and neither exp(2) nor the mean of exponentials
+    assert metric["n"] == 2
+    assert (metric["ci_low"], metric["ci_high"]) == (pytest.approx(math.exp(1)), pytest.approx(math.exp(3)))
+
+
+def test_first_token_can_be_left_out(folder: Path) -> None:
+    nll = [9.0, 1.0, 2.0]
+    kept, dropped = (Perplexity(path=str(folder), drop_first=drop) for drop in (False, True))
+    assert row(kept, nll)["scores"] == {"nll": 12.0, "tokens": 3, "perplexity": math.exp(4), "first_nll": 9.0}
+    assert row(dropped, nll)["scores"] == {"nll": 3.0, "tokens": 2, "perplexity": math.exp(1.5), "first_nll": 9.0}
+
+
+def test_fingerprint_is_of_the_content(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    copy = tmp_path_factory.mktemp("copy")
+    for file in folder.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    first, second = (Perplexity(path=str(path)) for path in (folder, copy))
+    assert first.fingerprint() == second.fingerprint()
+    assert first.identity() == second.identity()
+    (copy / "a.md").write_text("other")
+    assert first.fingerprint() != Perplexity(path=str(copy)).fingerprint()
+
+
+def test_known_perplexities(shared_data: Path) -> None:
+    """Full KV by a plain forward pass; the values come from an independent implementation."""
+    model = Model(ModelSpec("smollm2_135m", 7680, source="embedded", device="cpu"))
+    task = Perplexity(path=str(shared_data / "ppl" / "pg19" / "10146.txt"), prefill=768, decode=256, windows=2)
+    for example, expected in zip(task.examples(model, None), (16.703, 22.520), strict=True):
+        target = torch.tensor(example.target_ids)
+        with torch.inference_mode():
+            logits = model.network(torch.tensor([example.prompt_ids + target.tolist()])).logits[0, 767:-1]
+        nll = torch.nn.functional.cross_entropy(logits, target, reduction="none").tolist()
+        assert task.score(example, forced(nll))["perplexity"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_yaml_holds_every_parameter() -> None:
+    lines = (ROOT / "conf" / "task" / "ppl.yaml").read_text().splitlines()
+    keys = {line.split(":")[0] for line in lines if not line.startswith("#")}
+    assert keys == {"_target_", *(field.name for field in fields(Perplexity))}
+    assert len(lines) <= 15
