@@ -6,6 +6,7 @@ scores being post-RoPE dot products without scale or softmax; averaged over deco
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import filelock
+import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -136,17 +138,26 @@ def contextual_agreement(query: Tensor, keys: Tensor, units: Tensor, k: int) -> 
 
     Works through one KV head at a time, so that a long context needs memory for G * U * n scores, not for all heads.
     """
-    batch, heads, n, dim = keys.shape
+    batch, heads, _, dim = keys.shape
     grouped = query.reshape(batch, heads, -1, dim).float()
     found = []
     for head in range(heads):
-        products = grouped[:, head, :, None] * keys[:, head, None].float()  # [b, G, n, d]
-        whole = products.sum(-1).topk(k, dim=-1, sorted=False).indices
-        member = torch.zeros(products.shape[:3], device=keys.device).scatter_(2, whole, 1.0)
-        chunk = products[..., units].sum(-1).transpose(2, 3)  # [b, G, U, n]
-        top = chunk.topk(k, dim=-1, sorted=False).indices
-        found.append(member[:, :, None].expand_as(chunk).gather(3, top).sum(-1) / k)
+        one, cached = grouped[:, head], keys[:, head].float()  # [b, G, d], [b, n, d]
+        whole = torch.matmul(one, cached.transpose(1, 2))
+        member = whole >= kth_largest(whole, k)
+        parts = (one[:, :, dims, None] * cached[:, None, :, dims].transpose(2, 3) for dims in units.unbind(1))
+        chunk = functools.reduce(torch.Tensor.add_, parts)  # [b, G, U, n]
+        shared = member[:, :, None] & (chunk >= kth_largest(chunk, k))
+        found.append(shared.sum(-1) / k)
     return torch.cat(found, dim=1)
+
+
+def kth_largest(scores: Tensor, k: int) -> Tensor:
+    """The k-th largest entry of each row: [..., n] -> [..., 1]."""
+    n = scores.shape[-1]
+    if scores.device.type == "cpu":  # numpy selects without sorting, five times as fast as topk on a CPU
+        return torch.from_numpy(np.partition(scores.numpy(), n - k, axis=-1)[..., n - k, None])
+    return scores.topk(k, dim=-1).values[..., -1:]
 
 
 def save(path: Path, agreement: Tensor, model: Model, pairing: Pairing, calibration: Calibration) -> None:
