@@ -35,7 +35,7 @@ def identity_of(
     return {
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__, "fasa_bench": fasa_bench.__version__},
         "code": code_fingerprint(type(method).__module__, type(task).__module__),
-        "model": model.identity(),
+        "model": _model(model),
         "method": {"class": type(method).__qualname__, **asdict(method)},
         "task": {"class": type(task).__qualname__, **task.identity(), "data": task.fingerprint()},
         "calibration": calibration.identity() if method.uses_calibration else None,
@@ -43,6 +43,12 @@ def identity_of(
         "seed": seed,
         "limit": limit,
     }
+
+
+def _model(model: Model) -> dict[str, Any]:
+    spec = model.spec
+    settings = {"dtype": spec.dtype, "device": model.device_type, "attention": model.prefill_backend}
+    return {"fingerprint": model.fingerprint, "max_input": spec.max_input, **settings}
 
 
 def code_fingerprint(*modules: str) -> str:
