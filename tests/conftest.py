@@ -11,13 +11,16 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 ROOT = Path(__file__).resolve().parents[1]
+SHARED = Path(os.environ.get("FASA_BENCH_SHARED", ROOT.parent / "shared"))
 os.environ.setdefault("WANDB_MODE", "offline")
+if (SHARED / "golden").is_dir():  # conformance cases that are not part of the project
+    os.environ.setdefault("FASA_BENCH_CASES", str(SHARED / "golden"))
 
 
 @pytest.fixture
 def shared_data() -> Path:
     """The real data slices that lie beside a checkout; they are not part of the project."""
-    folder = Path(os.environ.get("FASA_BENCH_SHARED", ROOT.parent / "shared")) / "data"
+    folder = SHARED / "data"
     if not folder.is_dir():
         pytest.skip(f"no shared data at {folder}")
     return folder

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
@@ -49,7 +50,7 @@ def job(cfg: DictConfig) -> None:
 
 def _fail(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
-    _failures.append(message)
+    _failures.append(f"{' '.join(HydraConfig.get().overrides.task)}: {message}")
 
 
 class Overview(Callback):

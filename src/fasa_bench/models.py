@@ -157,6 +157,11 @@ class Model:
             return self._home
         return self.network.get_input_embeddings().weight.device
 
+    @property
+    def device_type(self) -> str:
+        """Kind of device the model runs on, known without loading it."""
+        return self._home.type
+
     @cached_property
     def prefill_backend(self) -> str:
         """Dense attention of the prompt pass: FlashAttention-2 where it can run (accelerator, half precision)."""
@@ -314,5 +319,4 @@ def _refuse_unsupported(name: str, config: Any) -> None:
 
 def _slides(config: Any) -> bool:
     window = getattr(config, "sliding_window", None)
-    used = getattr(config, "use_sliding_window", True)
-    return bool(used and window and window < config.max_position_embeddings)
+    return bool(window and window < config.max_position_embeddings)

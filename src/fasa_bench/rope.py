@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -96,10 +96,10 @@ class Rope:
         rotary = next(iter(rotaries.values()))
         rope_type = getattr(rotary, "rope_type", "default")
         try:
-            matrices, frequencies = _read(rotary, apply, head_dim)
+            matrices = _read(rotary, apply, head_dim)
         except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
             _fail(network, f"its rotary functions cannot be called ({error})")
-        rope = cls._from_matrices(network, matrices, frequencies, rope_type not in FIXED)
+        rope = cls._from_matrices(network, matrices, rope_type not in FIXED)
         for before, after in zip(keys, _cached_keys(network, PROBES[-1]), strict=True):
             expected = before.float() @ _rotation(rope, PROBES[-1]).T
             tolerance = max(1e-4, 2 * torch.finfo(before.dtype).eps) * before.float().norm()
@@ -108,8 +108,8 @@ class Rope:
         return rope
 
     @classmethod
-    def _from_matrices(cls, network: Any, matrices: Tensor, frequencies: Tensor | None, scaled: bool) -> Rope:
-        """matrices [len(PROBES), d, d]: what rotary position embedding multiplies a key by at the PROBES."""
+    def _from_matrices(cls, network: Any, matrices: Tensor, scaled: bool) -> Rope:
+        """matrices: see `_read`."""
         head_dim = matrices.shape[-1]
         connected = (matrices != 0).any(0) & ~torch.eye(head_dim, dtype=torch.bool)
         partners = [row.nonzero().flatten().tolist() for row in connected]
@@ -125,11 +125,8 @@ class Rope:
         found.sort(key=lambda item: -item[0])
         pairs = [pair for _, pair, _ in found]
         plain = [i for i, partner in enumerate(partners) if not partner]
-        angles = torch.tensor([angle for angle, _, _ in found], dtype=torch.float64)
-        if frequencies is not None and frequencies.shape == angles.shape:  # the exact values behind the float32 sines
-            exact = frequencies.double().sort(descending=True).values
-            angles = exact if torch.allclose(exact, angles, rtol=1e-4, atol=0) else angles
-        rope = cls(_layout(network, pairs), pairs, plain, angles.float(), head_dim, scaled)
+        angles = torch.tensor([angle for angle, _, _ in found])
+        rope = cls(_layout(network, pairs), pairs, plain, angles, head_dim, scaled)
         scale = torch.ones(head_dim, dtype=torch.float64)
         for _, pair, factor in found:
             scale[list(pair)] = factor
@@ -158,10 +155,9 @@ def _function(kind: type) -> Callable[..., tuple[Tensor, Tensor]] | None:
     return getattr(sys.modules[kind.__module__], "apply_rotary_pos_emb", None)
 
 
-def _read(rotary: Any, apply: Callable[..., tuple[Tensor, Tensor]], head_dim: int) -> tuple[Tensor, Tensor | None]:
-    """The rotation matrices at the PROBES, [len(PROBES), d, d] float64, and the module's own frequencies, if any."""
-    frequencies = getattr(rotary, "inv_freq", None)
-    device = frequencies.device if isinstance(frequencies, Tensor) else torch.device("cpu")
+def _read(rotary: Any, apply: Callable[..., tuple[Tensor, Tensor]], head_dim: int) -> Tensor:
+    """What rotary position embedding multiplies a key (a column) by at the PROBES, [len(PROBES), d, d] float64."""
+    device = next((buffer.device for buffer in rotary.buffers()), torch.device("cpu"))
     positions = torch.tensor([PROBES], device=device)
     cos, sin = rotary(torch.zeros(1, len(PROBES), head_dim, device=device), positions)
     # Some attention classes hand over the whole head, others the rotating part in front; the keys decide later.
@@ -173,17 +169,13 @@ def _read(rotary: Any, apply: Callable[..., tuple[Tensor, Tensor]], head_dim: in
             continue
         matrices = torch.eye(head_dim, dtype=torch.float64).repeat(len(PROBES), 1, 1)
         matrices[:, :width, :width] = rotated[0].permute(1, 2, 0).double().cpu()  # [basis, position, out] before
-        return matrices, frequencies.detach().cpu() if isinstance(frequencies, Tensor) else None
+        return matrices
     raise ValueError(f"cos of width {cos.shape[-1]} fits no part of a head of {head_dim}")
 
 
 def _rotation(rope: Rope, position: int) -> Tensor:
     """The matrix that turns a key (a column) by `position`, [d, d]."""
-    return (
-        Rope(rope.layout, rope.pairs, rope.plain, rope.inv_freq, rope.head_dim)
-        .rotate(torch.eye(rope.head_dim), position)
-        .T
-    )
+    return replace(rope, scaled=False).rotate(torch.eye(rope.head_dim), position).T
 
 
 def _cached_keys(network: Any, position: int | None) -> list[Tensor]:

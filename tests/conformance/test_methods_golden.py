@@ -1,0 +1,43 @@
+"""Cases that the official implementations answered: kept positions exactly, floats to the case's own tolerance.
+
+Cases lie in tests/conformance/cases and in the folder that FASA_BENCH_CASES names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.conformance.adapters import ADAPTERS
+
+FOLDERS = [Path(__file__).parent / "cases", *map(Path, filter(None, [os.environ.get("FASA_BENCH_CASES")]))]
+CASES = {path.stem: path for folder in FOLDERS for path in sorted(folder.glob("*.npz"))}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_case(case: str) -> None:
+    facts = json.loads(CASES[case].with_suffix(".json").read_text())
+    adapter = ADAPTERS.get((facts["method"], facts["variant"]))
+    if adapter is None:
+        pytest.skip(f"{facts['method']} ({facts['variant']}) is not among the methods yet")
+    with np.load(CASES[case]) as archive:
+        arrays = dict(archive)
+    expected = {name: array for name, array in arrays.items() if name.startswith("exp_")}
+    found = adapter({name: array for name, array in arrays.items() if name not in expected}, facts["params"])
+    assert expected
+    for name, array in expected.items():
+        if array.dtype.kind in "iu":
+            assert sorted(found[name].tolist()) == sorted(array.tolist()), name
+        else:
+            np.testing.assert_allclose(found[name], array, **_tolerance(facts["tolerance"], name), err_msg=name)
+
+
+def _tolerance(stated: dict[str, str], name: str) -> dict[str, float]:
+    """The sidecar says for example {"exp_attn_out": "rtol 1e-4, atol 1e-5"}."""
+    text = next(value for key, value in stated.items() if re.fullmatch(key.replace("*", ".*"), name))
+    return {kind: float(number) for kind, number in re.findall(r"(rtol|atol) ([\d.e-]+)", text)}
