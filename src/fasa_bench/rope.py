@@ -125,7 +125,7 @@ class Rope:
         found.sort(key=lambda item: -item[0])
         pairs = [pair for _, pair, _ in found]
         plain = [i for i, partner in enumerate(partners) if not partner]
-        angles = torch.tensor([angle for angle, _, _ in found])
+        angles = torch.tensor([angle for angle, _, _ in found], dtype=torch.float32)
         rope = cls(_layout(network, pairs), pairs, plain, angles, head_dim, scaled)
         scale = torch.ones(head_dim, dtype=torch.float64)
         for _, pair, factor in found:
