@@ -1,4 +1,4 @@
-"""Compose a model, a method and a task, run them and store what came out: python run.py model=... method=... task=..."""
+"""Compose a model, a method and a task, run them, store what came out: python run.py model=... method=... task=..."""
 
 from pathlib import Path
 

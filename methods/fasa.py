@@ -47,7 +47,7 @@ class FasaC(Method):
     uses_calibration: ClassVar[bool] = True
     notes: ClassVar[dict[str, str]] = {
         "n_tip": "paper and authors' code 16 of 64 chunks (25 %), ours 25 %",
-        "pairing": "paper: pairs that rotate together, ours too; authors' code: adjacent dimensions on half-layout models",
+        "pairing": "paper and ours: dimensions that rotate together; authors' code: adjacent ones on every model",
         "fc_granularity": "paper and authors' code per query head; fasa_plus per KV head",
         "token_granularity": "paper and authors' code per query head; fasa_plus per KV head",
         "sinks": "paper and authors' code none",

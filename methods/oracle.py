@@ -1,7 +1,7 @@
 """Oracle: the tokens with the largest exact attention logits, chosen anew by each query head at each step.
 
-An upper bound for selection, not a method to deploy: it reads every key to choose (paper B.1; authors' code, Llama path:
-pre-softmax logits, per query head, the current token a candidate).
+An upper bound for selection, not a method to deploy: it reads every key to choose (paper B.1; authors' code, Llama
+path: pre-softmax logits, per query head, the current token a candidate).
 """
 
 from dataclasses import dataclass

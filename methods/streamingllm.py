@@ -1,7 +1,7 @@
 """StreamingLLM: keep the first tokens (attention sinks) and the newest ones, drop what lies between.
 
-Source: mit-han-lab/streaming-llm, streaming_llm/kv_cache.py and pos_shift/modify_llama.py; sizes of the FASA paper (B.1):
-8 sinks and budget - 8 newest tokens, the current one included.
+Source: mit-han-lab/streaming-llm, streaming_llm/kv_cache.py and pos_shift/modify_llama.py; sizes of the FASA paper
+(B.1): 8 sinks and budget - 8 newest tokens, the current one included.
 """
 
 from __future__ import annotations

@@ -138,7 +138,9 @@ def test_helper_tensors_follow_the_layer_s_device() -> None:
     with torch.device("cpu"):
         layer = KVLayer(0)
         on_meta = {"device": "meta"}
-        layer.append(torch.zeros(1, 2, 30, 8, **on_meta), torch.zeros(1, 2, 30, 8, **on_meta), torch.zeros(1, 30, **on_meta))
+        layer.append(
+            torch.zeros(1, 2, 30, 8, **on_meta), torch.zeros(1, 2, 30, 8, **on_meta), torch.zeros(1, 30, **on_meta)
+        )
         layer.budget = 10
         query = torch.zeros(1, 4, 1, 8, **on_meta)
         for method in (Oracle("oracle"), StreamingLLM("streamingllm")):

@@ -25,9 +25,7 @@ METHODS: dict[str, Callable[[], Method]] = {
     "oracle": lambda: Oracle("oracle"),
     "fasa_c": lambda: FasaC("fasa_c"),
     "fasa_c_adjacent": lambda: FasaC("fasa_c", pairing="adjacent", n_tip=2),
-    "fasa_plus": lambda: FasaC(
-        "fasa_plus", fc_granularity="kv_head", token_granularity="kv_head", recent=4, sinks=1
-    ),
+    "fasa_plus": lambda: FasaC("fasa_plus", fc_granularity="kv_head", token_granularity="kv_head", recent=4, sinks=1),
     "streamingllm": lambda: StreamingLLM("streamingllm", start=2),
     "streamingllm_cache": lambda: StreamingLLM("streamingllm", start=2, positions="cache"),
 }

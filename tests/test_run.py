@@ -185,11 +185,11 @@ def test_bad_input_is_one_clear_error(make: Any, line: str) -> None:
 
 
 def test_bad_input_that_shows_later(make: Any, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="method.n_tip=9 .* from 1 to 8"):
+    with pytest.raises(UserError, match=r"method.n_tip=9 .* from 1 to 8"):
         runner.run(make("method=fasa", "method.n_tip=9"))
     with pytest.raises(UserError, match=r"task.context=5000 .* at most 2048"):
         runner.run(make("method=fkv", "task.context=5000"))
-    with pytest.raises(UserError, match="calibration.file"):
+    with pytest.raises(UserError, match=r"calibration\.file"):
         runner.run(make("method=fasa", "calibration.file=nowhere.safetensors"))
 
 
@@ -264,6 +264,8 @@ def test_killed_and_started_again(tmp_path: Path) -> None:
 def test_hugging_face_s_kernels_package_is_not_shadowed() -> None:
     """`python run.py` puts the repository first on sys.path: a package named kernels there would hide the real one."""
     assert not (ROOT / "kernels" / "__init__.py").exists()
-    code = "import sys; sys.path.insert(0, sys.argv[1]); import importlib.util as u; print(u.find_spec('kernels').origin)"
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import importlib.util as u; print(u.find_spec('kernels').origin)"
+    )
     done = subprocess.run([sys.executable, "-c", code, str(ROOT)], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "None"  # a namespace only: any regular package of that name wins

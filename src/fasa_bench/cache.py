@@ -148,7 +148,7 @@ class KVLayer:
         return keys, values
 
     def positions_of(self, slots: Tensor) -> Tensor:
-        """True positions of the given slots: [b, heads, m] -> [b, heads, m], with at least as many heads as kept apart."""
+        """True positions of the given slots: [b, heads, m] -> [b, heads, m], heads 1 widened where they differ."""
         positions = self.positions
         heads = max(positions.shape[1], slots.shape[1])
         if 1 < positions.shape[1] < heads:

@@ -63,4 +63,9 @@ class Overview(Callback):
         if _folders:
             print_table([load_run(folder) for folder in _folders])
         if _failures:
-            print(f"{len(_failures)} of {len(_folders) + len(_failures)} jobs failed:", *_failures, sep="\n  ", file=sys.stderr)
+            print(
+                f"{len(_failures)} of {len(_folders) + len(_failures)} jobs failed:",
+                *_failures,
+                sep="\n  ",
+                file=sys.stderr,
+            )

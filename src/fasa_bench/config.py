@@ -50,7 +50,7 @@ def _find(section: str, target: Any, base: type[T]) -> type[T]:
         raise UserError.of(f"{section}._target_", target, f"cannot be imported ({error})") from error
     if not (isinstance(cls, type) and issubclass(cls, base) and dataclasses.is_dataclass(cls)):
         raise UserError.of(f"{section}._target_", target, f"must be a dataclass derived from {base.__name__}")
-    return cls
+    return cls  # type: ignore[return-value]
 
 
 def _check(key: str, annotation: Any, value: Any) -> Any:

@@ -133,7 +133,8 @@ def _panels(group: Group) -> list[Panel]:
 
 
 def _score_panel(group: Group, metric: str) -> Panel:
-    points, full = [], []
+    points: list[Point] = []
+    full: list[Point] = []
     for name, run in group.runs:
         entry = metrics(run).get(metric) or {}
         value = entry.get("value")
@@ -145,7 +146,8 @@ def _score_panel(group: Group, metric: str) -> Panel:
 
 
 def _time_panel(group: Group) -> Panel:
-    points, full = [], []
+    points: list[Point] = []
+    full: list[Point] = []
     for name, run in group.runs:
         time = decode_ms(run)
         if time.get("median") is not None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import inspect
-import sys
+import importlib.util
+from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,8 +19,9 @@ from fasa_bench.method import Method
 from fasa_bench.models import Model
 from fasa_bench.task import Task
 
-# modules whose code takes part in computing an output; those that only store, show or compose are left out
-ENGINE = ("attention", "cache", "calibration", "embedded", "method", "metrics", "models", "rope", "session", "task", "texts")
+PACKAGE = "fasa_bench"
+# what stores, shows or composes computes no output: a change there must not make stored runs strangers
+ASIDE = {f"{PACKAGE}.{name}" for name in ("clock", "config", "errors", "paths", "statistics", "store", "tracking")}
 
 
 def identity_of(
@@ -33,9 +35,13 @@ def identity_of(
 ) -> dict[str, Any]:
     """The facts behind a run id. Places of files do not count, their content does."""
     return {
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__, "fasa_bench": fasa_bench.__version__},
-        "code": code_fingerprint(type(method).__module__, type(task).__module__),
-        "model": _model(model),
+        "versions": {
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            PACKAGE: fasa_bench.__version__,
+        },
+        "code": code_fingerprint(f"{PACKAGE}.session", type(method).__module__, type(task).__module__),
+        "model": model.identity(),
         "method": {"class": type(method).__qualname__, **asdict(method)},
         "task": {"class": type(task).__qualname__, **task.identity(), "data": task.fingerprint()},
         "calibration": calibration.identity() if method.uses_calibration else None,
@@ -45,25 +51,56 @@ def identity_of(
     }
 
 
-def _model(model: Model) -> dict[str, Any]:
-    spec = model.spec
-    settings = {"dtype": spec.dtype, "device": model.device_type, "attention": model.prefill_backend}
-    return {"fingerprint": model.fingerprint, "max_input": spec.max_input, **settings}
-
-
 def code_fingerprint(*modules: str) -> str:
-    """Hash of the engine's and the given modules' code, without comments, docstrings and layout."""
-    names = [f"fasa_bench.{name}" for name in ENGINE] + sorted(modules)
-    digest = hashlib.sha256()
-    for name in names:
-        if name not in sys.modules:
+    """Hash of the code of these modules and of all that they import from this package.
+
+    Comments, docstrings and layout do not count.
+    """
+    sources: dict[str, str] = {}
+    waiting = sorted(set(modules))
+    while waiting:
+        name = waiting.pop()
+        if name in sources or name in ASIDE:
             continue
-        tree = ast.parse(inspect.getsource(sys.modules[name]))
-        for node in ast.walk(tree):
-            body = getattr(node, "body", None)
-            if isinstance(body, list) and len(body) > 1 and isinstance(body[0], ast.Expr):
-                value = body[0].value
-                if isinstance(value, ast.Constant) and isinstance(value.value, str):
-                    body.pop(0)
-        digest.update(ast.unparse(tree).encode())
+        tree = _tree(name)
+        sources[name] = ast.unparse(_without_docstrings(tree))
+        waiting += _imports(tree)
+    digest = hashlib.sha256()
+    for name in sorted(sources):
+        digest.update(f"{name}\n{sources[name]}\n".encode())
     return digest.hexdigest()[:16]
+
+
+def _tree(module: str) -> ast.Module:
+    spec = importlib.util.find_spec(module)
+    source = Path(spec.origin).read_text(encoding="utf-8") if spec and spec.origin else ""
+    return ast.parse(source)
+
+
+def _imports(tree: ast.Module) -> Iterator[str]:
+    """Modules of this package that are imported anywhere in the tree."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        else:
+            continue
+        yield from (name for name in names if name.startswith(f"{PACKAGE}.") and _is_module(name))
+
+
+def _is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # `from module import function`
+        return False
+
+
+def _without_docstrings(tree: ast.Module) -> ast.Module:
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list) and len(body) > 1 and isinstance(body[0], ast.Expr):
+            value = body[0].value
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                body.pop(0)
+    return tree

@@ -157,11 +157,6 @@ class Model:
             return self._home
         return self.network.get_input_embeddings().weight.device
 
-    @property
-    def device_type(self) -> str:
-        """Kind of device the model runs on, known without loading it."""
-        return self._home.type
-
     @cached_property
     def prefill_backend(self) -> str:
         """Dense attention of the prompt pass: FlashAttention-2 where it can run (accelerator, half precision)."""

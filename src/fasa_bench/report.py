@@ -145,7 +145,7 @@ def _two_lines(text: str) -> str:
 def _markdown(group: Group) -> str:
     frame = _frame(group, group.metrics)
     aligned = [":--" if column in WORDS else "--:" for column in frame.columns]
-    lines = [frame.columns, aligned, *frame.itertuples(index=False)]
+    lines = [frame.columns.tolist(), aligned, *frame.to_numpy().tolist()]
     body = ["| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines]
     return "\n".join([f"## {group.model} · {group.task}", "", f"{group.context}.", "", *body, ""])
 
@@ -155,7 +155,9 @@ def _latex(group: Group) -> str:
     if len(group.metrics) > PRINTED_METRICS:
         frame = frame.map(lambda cell: cell.split(" [")[0])  # intervals have no room; they are in runs.csv
     columns = "".join("l" if column in WORDS else "r" for column in frame.columns)
-    head, *body = [" & ".join(map(_tex, line)) + r" \\" for line in [frame.columns, *frame.itertuples(index=False)]]
+    head, *body = [
+        " & ".join(map(_tex, line)) + r" \\" for line in [frame.columns.tolist(), *frame.to_numpy().tolist()]
+    ]
     return "\n".join(
         [
             r"\begin{table*}[t]",

@@ -7,7 +7,7 @@ import logging
 import resource
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +102,9 @@ def run(job: Job) -> Path:
                         tracker.log_row(row)
         except BaseException as error:
             status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-            store.write_summary(summarise(job, name, store.rows, status) | {"error": f"{type(error).__name__}: {error}"})
+            store.write_summary(
+                summarise(job, name, store.rows, status) | {"error": f"{type(error).__name__}: {error}"}
+            )
             raise
         order = {example.id: place for place, example in enumerate(examples)}
         rows = sorted((row for row in store.rows if row["id"] in order), key=lambda row: order[row["id"]])
@@ -183,9 +185,7 @@ def summarise(job: Job, name: str, rows: list[dict[str, Any]], status: str) -> d
             "prefill_s": mean("prefill_s"),
             "compress_s": mean("compress_s"),
             "decode_ms_per_token": quantiles(steps),
-            "stages": {
-                stage: sum(row["stages_ms"].get(stage, 0.0) for row in rows) / len(rows) for stage in stages
-            },
+            "stages": {stage: sum(row["stages_ms"].get(stage, 0.0) for row in rows) / len(rows) for stage in stages},
         },
         "memory": {
             "device_bytes": max((row["device_bytes"] for row in rows), default=None),
@@ -196,7 +196,9 @@ def summarise(job: Job, name: str, rows: list[dict[str, Any]], status: str) -> d
             "attended_tokens": per_layer_step("attended_tokens"),
             "cached_tokens": per_layer_step("cached_tokens"),
             "sparse_steps": sum(row["sparse_steps"] for row in rows),
-            "sparse_steps_by_layer": [sum(layer) for layer in zip(*(r["sparse_steps_by_layer"] for r in rows), strict=False)],
+            "sparse_steps_by_layer": [
+                sum(layer) for layer in zip(*(r["sparse_steps_by_layer"] for r in rows), strict=False)
+            ],
         },
         "examples": len(rows),
         "warnings": list(getattr(job.task, "warnings", [])),

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -57,7 +58,7 @@ class Generation:
     """Token ids of one generated answer, end token included if one was chosen, and why it ended."""
 
     token_ids: list[int]
-    finish_reason: str
+    finish_reason: Literal["stop", "length"]
 
 
 @dataclass
@@ -151,7 +152,8 @@ class Session:
 
     def __init__(self, network: PreTrainedModel, backend: str = "sdpa") -> None:
         self.network, self.backend = network, backend
-        self.device = network.get_input_embeddings().weight.device  # type: ignore[union-attr]
+        embedding: Tensor = network.get_input_embeddings().weight  # type: ignore[assignment]
+        self.device = embedding.device
         # transformers renamed the argument in 5.2x
         names = inspect.signature(inspect.unwrap(network.forward)).parameters
         self._cache_argument = "cache" if "cache" in names else "past_key_values"
