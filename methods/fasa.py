@@ -45,6 +45,7 @@ class FasaC(Method):
     recent: int = 0
 
     uses_calibration: ClassVar[bool] = True
+    speed: ClassVar[Literal["physical", "simulated"]] = "simulated"  # the torch path multiplies whole keys
     notes: ClassVar[dict[str, str]] = {
         "n_tip": "paper and authors' code 16 of 64 chunks (25 %), ours 25 %",
         "pairing": "paper and ours: dimensions that rotate together; authors' code: adjacent ones on every model",
