@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,8 +15,10 @@ from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
 
 from fasa_bench import runner
+from fasa_bench.cli import explain
 from fasa_bench.errors import UserError
 from fasa_bench.models import Model
 
@@ -191,6 +194,65 @@ def test_bad_input_that_shows_later(make: Any, tmp_path: Path) -> None:
         runner.run(make("method=fkv", "task.context=5000"))
     with pytest.raises(UserError, match=r"calibration\.file"):
         runner.run(make("method=fasa", "calibration.file=nowhere.safetensors"))
+
+
+REFUSED_BY_HYDRA = {
+    "method=nope": "method='nope' is not allowed: must be one of .*fasa_c.*streamingllm",
+    "model=nope": "model='nope' is not allowed: must be one of baichuan_13b, .*tiny",  # and not _base
+    "nokey=3": "nokey is not allowed: unknown key; known keys are budget, seed, .*logger",
+    "method.nokey=3": "method.nokey is not allowed: unknown key; known keys are .*n_tip",
+    "results_dir=a=b": "results_dir=a=b cannot be read .* needs quotes",
+    "results_dir=Übung": "results_dir=Übung cannot be read .* needs quotes",
+    "results_dir=a,b": "Ambiguous value for argument 'results_dir=a,b'",
+}
+
+
+@pytest.mark.parametrize("override", REFUSED_BY_HYDRA)
+def test_what_hydra_refuses_is_one_clear_line(make: Any, override: str) -> None:
+    with pytest.raises(HydraException) as found:
+        make(override)
+    assert re.fullmatch(f"{REFUSED_BY_HYDRA[override]}.*", explain(found.value))
+
+
+def test_quotes_let_every_path_through(make: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "a=b, Übung (1)"
+    assert make(f'results_dir="{folder}"').results_dir == folder
+
+
+@pytest.mark.parametrize(
+    "line", ["method=nope", "-m method=fkv,nope", "budget=0 model=tiny", "-m results_dir=/dev/null"]
+)
+def test_the_last_line_on_stderr_is_the_error(line: str) -> None:
+    done = command(*line.split(), "logger=none")
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.splitlines()[-1].startswith("error: ")
+    assert "Traceback" not in done.stderr
+
+
+def test_interrupted_by_the_keyboard(tmp_path: Path) -> None:
+    """Ctrl-C: one line, the status that a shell expects, and what is finished stays."""
+    arguments = ["model=tiny", "logger=none", "method=oracle", "budget=16", "task.context=96", "task.decode=24"]
+    arguments += ["task.windows=200", "task.parts=[perplexity]", f"results_dir={tmp_path}"]
+    line = [sys.executable, str(ROOT / "run.py"), *arguments]
+
+    def listen() -> None:  # a job in a shell's background ignores the signal, and its children inherit that
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    victim = subprocess.Popen(line, cwd=ROOT, text=True, preexec_fn=listen, **pipes)
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not any(file.stat().st_size for file in tmp_path.glob("runs/*/pred*.jsonl")):
+        time.sleep(0.01)
+    victim.send_signal(signal.SIGINT)
+    output, errors = victim.communicate(timeout=60)
+    assert (victim.returncode, output) == (130, "")
+    assert errors.splitlines()[-1].startswith("interrupted; finished examples are stored")
+    assert "Traceback" not in errors
+    (folder,) = (tmp_path / "runs").iterdir()
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["status"] == "interrupted"
+    assert summary["examples"] == len(rows_of(folder)) > 0
 
 
 def test_the_command_line(tmp_path: Path) -> None:

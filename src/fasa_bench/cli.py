@@ -11,8 +11,10 @@ from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
 
 from fasa_bench.errors import UserError
 
@@ -25,7 +27,14 @@ def main(conf: Path) -> None:
     logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr)
     logging.getLogger("fasa_bench").setLevel(logging.INFO)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    hydra.main(version_base="1.3", config_path=str(conf), config_name="config")(job)()
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors on, and they are told here in one line
+    try:
+        hydra.main(version_base="1.3", config_path=str(conf), config_name="config")(job)()
+    except (HydraException, OmegaConfBaseException, OSError, ValueError) as error:  # jobs handle their own
+        sys.exit(f"error: {explain(error)}")
+    except KeyboardInterrupt:
+        print("interrupted; finished examples are stored, the same command goes on from there", file=sys.stderr)
+        sys.exit(130)  # as the shell has it for an interrupted command
     if _failures:
         sys.exit(1)
 
@@ -38,8 +47,6 @@ def job(cfg: DictConfig) -> None:
         folder = runner.run(runner.Job.of(cfg))
     except UserError as error:
         _fail(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit("interrupted; finished examples are stored, the same command goes on from there")
     except Exception as error:
         traceback.print_exc()
         _fail(f"error: {type(error).__name__}: {error}")
@@ -51,6 +58,23 @@ def job(cfg: DictConfig) -> None:
 def _fail(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
     _failures.append(f"{' '.join(HydraConfig.get().overrides.task)}: {message}")
+
+
+def explain(error: Exception) -> str:
+    """What Hydra found wrong with the command line, in one line, naming the key and what is allowed."""
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
+        group, _, name = error.missing_cfg_file.rpartition("/")
+        known = ", ".join(option for option in error.options if not option.startswith("_"))
+        return str(UserError.of(group, name, f"must be one of {known}"))
+    cause = error.__cause__
+    if isinstance(cause, OmegaConfBaseException) and isinstance(cause.parent_node, DictConfig):
+        known = ", ".join(str(key) for key in cause.parent_node if key not in ("hydra", "_target_"))
+        return f"{cause.full_key} is not allowed: unknown key; known keys are {known}"
+    text = " ".join(line.strip() for line in str(error).splitlines() if "hydra.cc" not in line and line.strip(" ^"))
+    if isinstance(error, OverrideParseException):
+        quoted = "a value with =, a comma, brackets or letters beyond ASCII needs quotes within the shell's"
+        return f"{error.override} cannot be read ({text}): {quoted}, as in 'results_dir=\"a=b\"'"
+    return text
 
 
 class Overview(Callback):
