@@ -17,7 +17,6 @@ from torch import Tensor
 
 from fasa_bench.cache import KVLayer
 from fasa_bench.errors import UserError
-from fasa_bench.kernels.tip import tip_scores
 from fasa_bench.method import Method, group_softmax, resolve_count, top_slots
 from fasa_bench.rope import Pairing
 
@@ -77,16 +76,17 @@ class FasaC(Method):
 
     def select(self, layer: KVLayer, query: Tensor) -> Tensor:
         assert layer.budget is not None
-        scores = tip_scores(query, layer.keys, self._mask_for(layer, query))
+        # a dimension of no chosen chunk is 0 in the query and adds exactly nothing: one product for all heads
+        scores = layer.dot(query * self._mask_for(layer, query))[:, :, 0]
         if self.token_granularity == "kv_head":
             scores = group_softmax(scores, layer)
         return top_slots(scores, layer, layer.budget, sinks=self.sinks, recent=self.recent)[:, :, None]
 
     def _mask_for(self, layer: KVLayer, query: Tensor) -> Tensor:
-        """The layer's mask [Hq, d] where and in the type the query is; a copy is made once."""
+        """The layer's mask [Hq, 1, d] where and in the type the query is; a copy is made once."""
         key = (layer.index, query.device, query.dtype)
         if key not in self._masks:
-            self._masks[key] = self._mask[layer.index].to(query.device, query.dtype)
+            self._masks[key] = self._mask[layer.index, :, None].to(query.device, query.dtype)
         return self._masks[key]
 
 

@@ -7,7 +7,6 @@ path: pre-softmax logits, per query head, the current token a candidate).
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import torch
 from torch import Tensor
 
 from fasa_bench.cache import KVLayer
@@ -20,11 +19,4 @@ class Oracle(Method):
 
     def select(self, layer: KVLayer, query: Tensor) -> Tensor:
         assert layer.budget is not None
-        return top_slots(logits(layer, query), layer, layer.budget)[:, :, None]
-
-
-def logits(layer: KVLayer, query: Tensor) -> Tensor:
-    """Unscaled attention logits of every query head over the layer: [b, Hq, 1, d] -> [b, Hq, n]."""
-    keys = layer.keys
-    grouped = query.reshape(keys.shape[0], keys.shape[1], -1, keys.shape[3])
-    return torch.matmul(grouped, keys.transpose(-1, -2)).flatten(1, 2)
+        return top_slots(layer.dot(query)[:, :, 0], layer, layer.budget)[:, :, None]

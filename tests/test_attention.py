@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from fasa_bench.attention import Reading, attend, installed, reading
+from fasa_bench.attention import Reading, attend, column_mass, installed, reading
 from fasa_bench.cache import Cache, KVLayer
+from fasa_bench.method import Observation
 from fasa_bench.methods.full import FullKV
 from fasa_bench.methods.oracle import Oracle
 from fasa_bench.methods.streamingllm import StreamingLLM
@@ -84,12 +86,10 @@ def test_several_query_tokens_at_once_equal_one_by_one(
 def test_prompt_in_two_calls_equals_one(network: LlamaForCausalLM, prompt: list[int]) -> None:
     ids = torch.tensor([prompt])
     cache = Cache(2)
-    with torch.inference_mode(), installed(network), reading(Reading(cache, None, observe=25)):
+    with torch.inference_mode(), installed(network), reading(Reading(cache, None)):
         network(ids[:, :17], past_key_values=cache)
         logits = network(ids[:, 17:], past_key_values=cache).logits[0]
     torch.testing.assert_close(logits, network(ids).logits[0, 17:], atol=1e-5, rtol=1e-5)
-    assert cache.layers[0].prompt_queries is not None
-    assert cache.layers[0].prompt_queries.shape == (1, 4, 25, 16)
 
 
 def test_positions_stay_true_in_a_manual_forward_after_eviction(network: LlamaForCausalLM, prompt: list[int]) -> None:
@@ -155,3 +155,67 @@ def test_logits_that_are_not_finite_raise(network_of: Callable[..., LlamaForCaus
     broken.model.norm.weight.data.fill_(torch.nan)
     with Session(broken) as session, pytest.raises(FloatingPointError, match="not finite"):
         session.prefill(prompt)
+
+
+def mass_by_hand(query: torch.Tensor, keys: torch.Tensor, positions: list[int], at: list[int]) -> torch.Tensor:
+    """Summed causal softmax weights, one query and head at a time."""
+    mass = torch.zeros(query.shape[0], keys.shape[1])
+    group = query.shape[0] // keys.shape[0]
+    for h in range(query.shape[0]):
+        for i, place in enumerate(at):
+            seen = [j for j, position in enumerate(positions) if 0 <= position <= place]
+            if place >= 0:
+                mass[h, seen] += torch.softmax(keys[h // group][seen] @ query[h, i] * 0.5, dim=-1)
+    return mass
+
+
+@pytest.mark.parametrize("elements", [1, 50, 2**24])
+def test_attention_mass_equals_a_hand_loop_in_any_chunks(elements: int) -> None:
+    torch.manual_seed(0)
+    layer = KVLayer(0)
+    positions = torch.tensor([list(range(12)), [-1, -1, -1, *range(9)]])
+    layer.append(torch.randn(2, 2, 12, 4), torch.randn(2, 2, 12, 4), positions)
+    layer.padded, layer.scale = True, 0.5
+    query = torch.randn(2, 4, 12, 4)
+    found = column_mass(layer, query, positions, elements)
+    for row in range(2):
+        expected = mass_by_hand(query[row], layer.keys[row], positions[row].tolist(), positions[row].tolist())
+        torch.testing.assert_close(found[row], expected)
+    torch.testing.assert_close(found.sum(-1), torch.tensor([[12.0] * 4, [9.0] * 4]))
+
+
+def test_attention_mass_does_not_need_the_whole_matrix() -> None:
+    """Largest tensor with 600 queries on 600 tokens: one chunk, not 600 x 600 for each head."""
+    layer, largest = KVLayer(0), 0
+    layer.append(torch.randn(1, 2, 600, 8), torch.randn(1, 2, 600, 8), torch.arange(600)[None])
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor):
+                largest = max(largest, out.numel())
+            return out
+
+    with Watch():
+        column_mass(layer, torch.randn(1, 4, 600, 8), torch.arange(600)[None], elements=30_000)
+    assert largest <= 30_000
+
+
+def test_the_prompt_pass_records_what_methods_observe(network: LlamaForCausalLM, prompt: list[int]) -> None:
+    """Mass against transformers' own attention weights; a prompt in two calls gives the same."""
+    network.set_attn_implementation("eager")
+    weights = network(torch.tensor([prompt]), output_attentions=True).attentions
+    network.set_attn_implementation("sdpa")
+    ids, found = torch.tensor([prompt]), []
+    for cuts in ([0, 40], [0, 17, 40]):
+        cache = Cache(2)
+        with torch.inference_mode(), installed(network):
+            with reading(Reading(cache, None, observe=Observation(25, mass=True))):
+                for start, end in zip(cuts, cuts[1:], strict=False):
+                    network(ids[:, start:end], past_key_values=cache)
+        found.append(cache.layers)
+    for index, layers in enumerate(zip(*found, strict=True)):
+        for layer in layers:
+            torch.testing.assert_close(layer.prompt_mass, weights[index].sum(2), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(layers[0].prompt_queries, layers[1].prompt_queries, atol=1e-5, rtol=1e-5)

@@ -97,3 +97,49 @@ def test_cache_tells_the_true_length_after_eviction() -> None:
     assert cache.get_seq_length() == 40
     assert cache.get_mask_sizes(1, 0) == (41, 0)
     assert cache.get_mask_sizes(torch.arange(40, 42), 0) == (42, 0)  # transformers 4 passes cache_position
+
+
+def test_samples_share_the_prompt_and_diverge() -> None:
+    """Three continuations of one prompt against three separate layers: same products, rows, positions; one prompt."""
+    torch.manual_seed(0)
+    tokens = torch.randn(2, 3, 2, 5, 4)  # keys and values of 5 further tokens for 3 samples
+    prompt = filled(70, reserve=10)
+    together = prompt.fork()
+    together.state["index"] = torch.arange(6.0).view(1, 6)
+    together.expand(3)
+    apart = [filled(70) for _ in range(3)]
+    for step in range(5):
+        key, value = tokens[:, :, :, step : step + 1]
+        together.append(key, value, torch.full((3, 1), 70 + step))
+        for row, layer in enumerate(apart):
+            layer.append(key[row : row + 1], value[row : row + 1], torch.tensor([[70 + step]]))
+    assert (together.batch, together.heads, together.length, together.seen) == (3, 2, 75, 75)
+    query, weights = torch.randn(3, 4, 1, 4), torch.rand(3, 4, 1, 75)
+    slots = torch.stack([torch.randperm(75)[:9].sort().values for _ in range(12)]).view(3, 4, 9)
+    for row, layer in enumerate(apart):
+        one = slice(row, row + 1)
+        torch.testing.assert_close(together.dot(query)[one], layer.dot(query[one]))
+        torch.testing.assert_close(together.mix(weights)[one], layer.mix(weights[one]))
+        torch.testing.assert_close(together.gather(slots)[0][one], layer.gather(slots[one])[0])
+        torch.testing.assert_close(together.gather(slots)[1][one], layer.gather(slots[one])[1])
+        assert torch.equal(together.positions[one], layer.positions)
+        assert torch.equal(together.keys[one], layer.keys)
+    assert together.device_bytes < sum(layer.device_bytes for layer in apart)
+    assert together.state["index"].shape == (3, 6)
+    together.keep(slots[:, :2])
+    for row, layer in enumerate(apart):
+        layer.keep(slots[row : row + 1, :2])
+        assert torch.equal(together.values[row : row + 1], layer.values)
+        assert torch.equal(together.positions[row : row + 1], layer.positions)
+    assert together.shared == 0
+    assert prompt.length == 70
+
+
+def test_a_copy_per_query_head_takes_further_tokens() -> None:
+    layer = filled(10)
+    layer.keep(torch.arange(4)[None, None].expand(1, 6, 4))  # 6 query heads on 2 KV heads
+    assert layer.heads == 6
+    token = torch.tensor([1.0, 2.0]).view(1, 2, 1, 1).expand(1, 2, 1, 4)
+    layer.append(token, token, torch.tensor([[10]]))
+    assert layer.keys[0, :, -1, 0].tolist() == [1, 1, 1, 2, 2, 2]
+    assert layer.positions[0].tolist() == [[0, 1, 2, 3, 10]] * 6

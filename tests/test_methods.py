@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -49,8 +50,10 @@ def ready(name: str, network: LlamaForCausalLM) -> Method:
 
 
 def decode(network: LlamaForCausalLM, method: Method, budget: int | float | None, ids: list[int], split: int) -> Any:
-    with Session(network) as session, session.prefill(ids[:split]).fork(method, budget) as decoder:
-        logits = [decoder.logits[0]] + [decoder.step(torch.tensor([[token]]))[0] for token in ids[split:]]
+    with Session(network) as session:
+        prefilled = session.prefill(ids[:split], observe=method.observes())
+        with prefilled.fork(method, budget) as decoder:
+            logits = [decoder.logits[0]] + [decoder.step(torch.tensor([[token]]))[0] for token in ids[split:]]
     return torch.stack(logits), decoder
 
 
@@ -110,7 +113,10 @@ def test_positions_ascend_and_stay_true(name: str, network: LlamaForCausalLM, pr
     _, decoder = decode(network, ready(name, network), 10, prompt, 33)
     for layer in decoder.cache.layers:
         assert layer._buffer is None  # the fork has ended and holds nothing
-    with Session(network) as session, session.prefill(prompt[:33]).fork(ready(name, network), 10) as decoder:
+    with (
+        Session(network) as session,
+        session.prefill(prompt[:33], observe=ready(name, network).observes()).fork(ready(name, network), 10) as decoder,
+    ):
         for token in prompt[33:]:
             decoder.step(torch.tensor([[token]]))
         for layer in decoder.cache.layers:
@@ -144,13 +150,82 @@ def test_half_precision(
 
 @sparse
 def test_reported_bytes_are_those_held(name: str, network: LlamaForCausalLM, prompt: list[int]) -> None:
-    with Session(network) as session, session.prefill(prompt).fork(ready(name, network), 10) as decoder:
+    with (
+        Session(network) as session,
+        session.prefill(prompt, observe=ready(name, network).observes()).fork(ready(name, network), 10) as decoder,
+    ):
         decoder.step(torch.tensor([[3]]))
         held = {}
         for layer in decoder.cache.layers:
-            for tensor in (layer.buffer.keys, layer.buffer.values, layer.buffer.positions, *layer.state.values()):
+            found = walk(vars(layer))
+            assert found
+            for tensor in found:
                 held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         assert decoder.cache.device_bytes == sum(held.values())
+
+
+@sparse
+def test_samples_of_one_prompt_equal_single_runs(name: str, network: LlamaForCausalLM, prompt: list[int]) -> None:
+    """Three continuations decoded together, each with tokens of its own, against three runs of one."""
+    method = ready(name, network)
+    following = torch.stack([torch.tensor(prompt[start : start + 6]) for start in (0, 7, 20)])
+    with Session(network) as session:
+        prefilled = session.prefill(prompt[:33], observe=method.observes())
+        alone = []
+        for row in following:
+            with prefilled.fork(method, 9) as decoder:
+                alone.append(torch.stack([decoder.step(token.view(1, 1))[0] for token in row]))
+        with prefilled.fork(method, 9, samples=3) as decoder:
+            together = torch.stack([decoder.step(tokens[:, None]) for tokens in following.T], dim=1)
+            if decoder.cache.layers[0].shared == 33:  # nothing was evicted: the prompt is stored once
+                assert decoder.cache.layers[0]._prompt is prefilled.cache.layers[0]._buffer
+    torch.testing.assert_close(together, torch.stack(alone), atol=1e-5, rtol=1e-5)
+
+
+@sparse
+def test_padded_batches_equal_single_runs_or_are_refused(
+    name: str, network: LlamaForCausalLM, prompt: list[int]
+) -> None:
+    method = ready(name, network)
+    prompts, following = [prompt[:30], prompt[10:31]], prompt[31:36]
+    ids = torch.tensor([prompts[0], [5] * 9 + prompts[1]])
+    padding = torch.tensor([[True] * 30, [False] * 9 + [True] * 21])
+    with Session(network) as session:
+        prefilled = session.prefill(ids, padding, observe=method.observes())
+        try:
+            with prefilled.fork(method, 9) as decoder:
+                together = [decoder.step(torch.tensor([[token], [token]])) for token in following]
+        except UserError as error:
+            assert re.search("different lengths|padded batches", str(error))
+            return
+        for row, one in enumerate(prompts):
+            with session.prefill(one, observe=method.observes()).fork(method, 9) as decoder:
+                alone = [decoder.step(torch.tensor([[token]]))[0] for token in following]
+            torch.testing.assert_close(torch.stack(together)[:, row], torch.stack(alone), atol=1e-5, rtol=1e-4)
+
+
+@sparse
+def test_a_pyramid_of_budgets(name: str, network_of: Callable[..., LlamaForCausalLM], prompt: list[int]) -> None:
+    """Layers get different budgets that sum to layers * budget, and read what they get."""
+    network = network_of(layers=4)
+    method = ready(name, network)
+    method.layer_budget, method.pyramid_beta = "pyramid", 2
+    budget = max(10, method.smallest_budget())
+    _, decoder = decode(network, method, budget, prompt, 39)
+    budgets = [layer.budget for layer in decoder.cache.layers]
+    assert sum(budgets) == 4 * budget
+    assert decoder.state.tally.attended == sum(min(layer, 40) for layer in budgets)
+
+
+def walk(thing: Any) -> list[Tensor]:
+    """Every tensor that can be reached from an object."""
+    if isinstance(thing, Tensor):
+        return [thing]
+    if isinstance(thing, dict):
+        return [tensor for value in thing.values() for tensor in walk(value)]
+    if isinstance(thing, list | tuple):
+        return [tensor for value in thing for tensor in walk(value)]
+    return walk(vars(thing)) if hasattr(thing, "__dict__") else []
 
 
 def test_a_ratio_is_a_share_of_the_prompt() -> None:
@@ -222,12 +297,9 @@ def test_fasa_reads_only_the_dominant_chunks() -> None:
     units = torch.tensor([[0, 4], [1, 5], [2, 6], [3, 7]])
     mask = chunk_mask(agreement, units, 1, 8)
     assert mask[0].tolist() == [[0, 1, 0, 0, 0, 1, 0, 0], [1, 0, 0, 0, 1, 0, 0, 0]]
-    from fasa_bench.kernels.tip import tip_scores
-
     query = torch.arange(1.0, 17.0).view(1, 2, 1, 8)
-    key = torch.ones(1, 1, 1, 8)
     # head 0: q = 1..8 -> 2 + 6; head 1: q = 9..16 -> 9 + 13
-    assert tip_scores(query, key, mask[0]).flatten().tolist() == [8.0, 22.0]
+    assert layer_of(torch.ones(1, 1, 1, 8)).dot(query * mask[0][:, None]).flatten().tolist() == [8.0, 22.0]
 
 
 def test_fasa_with_all_chunks_is_the_oracle(network: LlamaForCausalLM, prompt: list[int]) -> None:

@@ -19,9 +19,9 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from fasa_bench.cache import Cache, KVLayer
+from fasa_bench.cache import Cache, KVLayer, product
 from fasa_bench.clock import Clock
-from fasa_bench.method import Method
+from fasa_bench.method import Method, Observation
 
 NAME = "fasa_bench"
 
@@ -46,14 +46,14 @@ class Tally:
 class Reading:
     """How the forward pass in progress treats the cache. method None: the dense prompt pass.
 
-    backend: dense attention of the prompt pass. observe: last prompt queries to keep for the methods.
+    backend: dense attention of the prompt pass. observe: what to record of it for the methods.
     reserve: tokens that decoding is expected to append.
     """
 
     cache: Cache
     method: Method | None
     backend: str = "sdpa"
-    observe: int = 0
+    observe: Observation = field(default_factory=Observation)
     reserve: int = 0
     clock: Clock = field(default_factory=Clock)
     tally: Tally = field(default_factory=Tally)
@@ -144,9 +144,7 @@ def _prompt(
 ) -> Tensor:
     """Dense causal attention of the prompt (paper B.1: no method touches it); the prompt may come in several calls."""
     layer.append(key, value, positions, reserve=state.reserve)
-    if state.observe:
-        earlier = [] if layer.prompt_queries is None else [layer.prompt_queries]
-        layer.prompt_queries = torch.cat([*earlier, query], dim=2)[:, :, -state.observe :].clone()
+    _observe(state.observe, layer, query, positions)
     keys, values = layer.keys, layer.values
     whole = query.shape[2] == keys.shape[2]
     mask = None
@@ -164,6 +162,35 @@ def _prompt(
     return dense(module, query, keys, values, mask, scaling=layer.scale, is_causal=mask is None)[0]
 
 
+def _observe(wanted: Observation, layer: KVLayer, query: Tensor, positions: Tensor) -> None:
+    if wanted.window:
+        earlier = [] if layer.prompt_queries is None else [layer.prompt_queries]
+        layer.prompt_queries = torch.cat([*earlier, query], dim=2)[:, :, -wanted.window :].clone()
+    if wanted.mass:
+        mass = column_mass(layer, query, positions)
+        if layer.prompt_mass is not None:  # from the calls before
+            mass[..., : layer.prompt_mass.shape[-1]] += layer.prompt_mass
+        layer.prompt_mass = mass
+
+
+def column_mass(layer: KVLayer, query: Tensor, positions: Tensor, elements: int = 2**24) -> Tensor:
+    """Attention that each cached token receives from these queries, summed: [b, Hq, q, d] -> [b, Hq, n] float32.
+
+    Causal by position [b, q]; padded queries give nothing. Works through chunks of queries of at most `elements`
+    weights (at least one query), so that memory grows with the length of the text and not with its square.
+    """
+    batch, heads, queries, _ = query.shape
+    held = layer.positions[:, 0]
+    mass = torch.zeros(batch, heads, layer.length, dtype=torch.float32, device=query.device)
+    chunk = max(1, elements // (batch * heads * layer.length))
+    for part, at in zip(query.split(chunk, dim=2), positions.split(chunk, dim=1), strict=True):
+        hidden = (held[:, None, :] < 0) | (held[:, None, :] > at[:, :, None])
+        logits = (layer.dot(part).float() * layer.scale).masked_fill(hidden[:, None], torch.finfo(torch.float32).min)
+        weights = torch.softmax(logits, dim=-1).masked_fill((at < 0)[:, None, :, None], 0)
+        mass += weights.sum(2)
+    return mass
+
+
 def _step(state: Reading, method: Method, layer: KVLayer, query: Tensor) -> Tensor:
     """One decode step of one layer: select, attend, update. query [b, Hq, 1, d] -> [b, 1, Hq, d]."""
     slots = None
@@ -172,6 +199,8 @@ def _step(state: Reading, method: Method, layer: KVLayer, query: Tensor) -> Tens
             slots = method.select(layer, query)
     with state.clock.stage("attend"):
         output, weights, attended = attend(layer, query, slots, method.ragged)
+        if slots is not None:
+            output = method.combine(layer, query, output)
     state.tally.count(layer, attended)
     with state.clock.stage("update"):
         method.decoded(layer, query, weights)
@@ -186,22 +215,25 @@ def attend(layer: KVLayer, query: Tensor, slots: Tensor | None, ragged: bool = F
     """
     visible: Tensor | None
     if slots is None:
-        keys, values, visible = layer.keys, layer.values, layer.real
+        scores, values, visible = layer.dot(query), None, layer.real
     else:
         chosen = slots[:, :, 0]
         existing = chosen.clamp(min=0) if ragged else chosen
         keys, values = layer.gather(existing)
+        scores = product(query, keys.transpose(2, 3))
         visible = chosen >= 0 if ragged else None
         if layer.padded:
             real = layer.positions_of(existing) >= 0
             visible = real if visible is None else visible & real
-    batch, heads, n, _ = keys.shape
-    scores = torch.matmul(query.reshape(batch, heads, -1, query.shape[-1]), keys.transpose(-1, -2)) * layer.scale
+    scores = scores * layer.scale  # [b, Hq, 1, m]
+    batch, heads, _, n = scores.shape
     attended = float(n)
     if visible is not None:
-        attended = float(visible.expand(batch, heads, n).sum(-1).float().mean())
+        visible = visible.expand(batch, -1, n).repeat_interleave(heads // visible.shape[1], dim=1)
+        attended = float(visible.sum(-1).float().mean())
         # the least number, not -inf: a row that sees nothing (padding) must not become NaN and spread
         scores = scores.masked_fill(~visible[:, :, None], torch.finfo(scores.dtype).min)
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32)
-    output = torch.matmul(weights.to(values.dtype), values)
-    return output.reshape(batch, 1, -1, values.shape[-1]), weights.reshape(batch, -1, n), attended
+    rounded = weights.to(query.dtype)
+    output = layer.mix(rounded) if values is None else product(rounded, values)
+    return output.transpose(1, 2), weights[:, :, 0], attended

@@ -1,6 +1,7 @@
-"""Contextual agreement (CA): how well one frequency chunk predicts which tokens its whole head attends to.
+"""What methods learn of a model offline, from one sample of text: contextual agreement, and principal axes of keys.
 
-FASA paper, Sec. 3 and Alg. 1: for a query of a head, CA of chunk i = |topK(full scores) & topK(scores of chunk i)| / K,
+Contextual agreement (CA) tells how well one frequency chunk predicts which tokens its whole head attends to. FASA
+paper, Sec. 3 and Alg. 1: for a query of a head, CA of chunk i = |topK(full scores) & topK(scores of chunk i)| / K,
 scores being post-RoPE dot products without scale or softmax; averaged over decode queries of the full-KV model.
 """
 
@@ -10,22 +11,22 @@ import functools
 import hashlib
 import json
 import logging
-import os
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import filelock
 import numpy as np
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from fasa_bench.artefact import Kind, existing, load, save
 from fasa_bench.cache import KVLayer
 from fasa_bench.errors import UserError
 from fasa_bench.method import Method
 from fasa_bench.paths import cache_folder
+from fasa_bench.principal import Rotary, principal_axes
 from fasa_bench.rope import Pairing
 from fasa_bench.session import Session
 from fasa_bench.texts import calibration_text
@@ -38,11 +39,12 @@ log = logging.getLogger("fasa_bench")
 
 @dataclass
 class Calibration:
-    """The sample that CA is measured on, and the artefacts made from it.
+    """The sample that is measured, and the artefacts made from it.
 
-    k: size of the top-K sets. prefill, decode: tokens of the sample's dense pass, then of its decode queries, which
-    are teacher-forced. text: a text file, or None for the part of Python's documentation that no task evaluates.
-    file: an artefact to use as it is, instead of one made (and kept in the user's cache folder) for these settings.
+    k: size of CA's top-K sets. prefill, decode: tokens of the sample's dense pass, then of its decode queries, which
+    are teacher-forced; principal axes are those of the keys of all these tokens. text: a text file, or None for the
+    part of Python's documentation that no task evaluates. file: an artefact to use as it is, instead of one made (and
+    kept in the user's cache folder) for these settings.
     """
 
     k: int = 256
@@ -67,7 +69,7 @@ class Calibration:
     def identity(self) -> dict[str, object]:
         """What of this can change a method's choice, for the run id."""
         if self.file is not None:
-            return {"artefact": hashlib.sha256(_existing(self.file).read_bytes()).hexdigest()}
+            return {"artefact": hashlib.sha256(existing(self.file).read_bytes()).hexdigest()}
         return {"k": self.k, "prefill": self.prefill, "decode": self.decode, "sample": self.sample_id}
 
     @property
@@ -85,30 +87,53 @@ class Calibration:
 
     def agreement(self, model: Model, pairing: Pairing) -> Tensor:
         """Mean CA [layers, Hq, chunks] of this model: from `file`, from an earlier run, or measured now."""
+        return self._artefact("agreement", f"{pairing}-k{self.k}", model, pairing, self.measure)
+
+    def basis(self, model: Model, rotary: Rotary) -> Tensor:
+        """Principal axes of the keys [layers, H, d, d], columns by falling variance; found like `agreement`."""
+        return self._artefact("basis", f"keys-{rotary}", model, rotary, self.measure_basis)
+
+    def _artefact(
+        self, kind: Kind, what: str, model: Model, setting: Any, measure: Callable[[Model, Any], Tensor]
+    ) -> Tensor:
         if self.file is not None:
-            return load(_existing(self.file), model, pairing)
-        wanted = json.dumps([model.fingerprint, str(model.network.dtype), pairing, self.identity()], sort_keys=True)
-        name = f"{model.name}-{pairing}-k{self.k}-{hashlib.sha256(wanted.encode()).hexdigest()[:12]}.safetensors"
+            return load(existing(self.file), model, setting, kind)
+        facts = [model.fingerprint, str(model.network.dtype), what, self.prefill, self.decode, self.sample_id]
+        name = f"{model.name}-{what}-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]}.safetensors"
         path = cache_folder("calibration") / name
         with filelock.FileLock(path.with_suffix(".lock")):
             if not path.exists():
-                log.warning("calibrating %s (%s pairs, K=%d), once: %s", model.name, pairing, self.k, path)
-                save(path, self.measure(model, pairing), model, pairing, self)
-        return load(path, model, pairing)
+                log.warning("calibrating %s (%s), once: %s", model.name, what, path)
+                save(path, measure(model, setting), model, setting, self, kind)
+        return load(path, model, setting, kind)
 
     def measure(self, model: Model, pairing: Pairing) -> Tensor:
         """Mean CA [layers, Hq, chunks] over `decode` queries that follow a dense pass of `prefill` tokens."""
-        needed = self.prefill + self.decode + 1
-        # a token has at least one character, and rarely more than 16: no need to tokenise a whole book
-        ids = model.tokenizer(self.sample[: 16 * needed], add_special_tokens=False)["input_ids"]
-        if len(ids) < needed:
-            raise UserError.of("calibration.text", self.text, f"{len(ids)} tokens, {needed} are needed")
+        ids = self._ids(model, self.prefill + self.decode + 1)
         recorder = AgreementRecorder("calibration", units=model.rope.units(pairing), k=self.k)
         with Session(model.network, model.prefill_backend) as session:
             prefilled = session.prefill(ids[: self.prefill], reserve=self.decode)
             with prefilled.fork(recorder, None) as decoder:
-                decoder.force(ids[self.prefill : needed])
+                decoder.force(ids[self.prefill :])
         return recorder.mean()
+
+    def measure_basis(self, model: Model, rotary: Rotary) -> Tensor:
+        """Principal axes [layers, H, d, d] of the keys of a dense pass of `prefill` + `decode` tokens."""
+        with Session(model.network, model.prefill_backend) as session:
+            layers = session.prefill(self._ids(model, self.prefill + self.decode)).cache.layers
+            if rotary == "post":
+                keys = [layer.keys for layer in layers]
+            else:  # turned back to where they were
+                keys = [model.rope.rotate(layer.keys, -layer.positions) for layer in layers]
+            return torch.stack([principal_axes(one[0].cpu()) for one in keys])
+
+    def _ids(self, model: Model, needed: int) -> list[int]:
+        """The first tokens of the sample."""
+        # a token has at least one character, and rarely more than 16: no need to tokenise a whole book
+        ids = model.tokenizer(self.sample[: 16 * needed], add_special_tokens=False)["input_ids"]
+        if len(ids) < needed:
+            raise UserError.of("calibration.text", self.text, f"{len(ids)} tokens, {needed} are needed")
+        return ids[:needed]
 
 
 @dataclass
@@ -158,36 +183,3 @@ def kth_largest(scores: Tensor, k: int) -> Tensor:
     if scores.device.type == "cpu":  # numpy selects without sorting, five times as fast as topk on a CPU
         return torch.from_numpy(np.partition(scores.numpy(), n - k, axis=-1)[..., n - k, None])
     return scores.topk(k, dim=-1).values[..., -1:]
-
-
-def save(path: Path, agreement: Tensor, model: Model, pairing: Pairing, calibration: Calibration) -> None:
-    """Write an artefact: the tensor and, as text, what it was made of."""
-    settings = {key: str(value) for key, value in asdict(calibration).items()}
-    facts = {"model": model.name, "fingerprint": model.fingerprint, "pairing": pairing, "sample": calibration.sample_id}
-    draft = path.with_suffix(f".{os.getpid()}.tmp")
-    save_file({"agreement": agreement.contiguous()}, draft, metadata={**settings, **facts})
-    draft.replace(path)
-
-
-def load(path: Path, model: Model, pairing: Pairing) -> Tensor:
-    """Read an artefact; UserError when it was made for another model or pairing, or is none."""
-    try:
-        with safe_open(path, framework="pt") as artefact:
-            facts = artefact.metadata() or {}
-            agreement = artefact.get_tensor("agreement")
-    except Exception as error:
-        raise UserError(f"{path} is not a calibration artefact ({error}); delete it to have it made anew") from error
-    if facts.get("fingerprint") != model.fingerprint:
-        raise UserError(
-            f"calibration artefact {path} belongs to another model ({facts.get('model')}, {facts.get('fingerprint')}), "
-            f"not to {model.name} ({model.fingerprint}): set calibration.file=null to have one made"
-        )
-    if facts.get("pairing") != pairing:
-        raise UserError(f"calibration artefact {path} is for pairing={facts.get('pairing')}, not {pairing}")
-    return agreement
-
-
-def _existing(file: str) -> Path:
-    if not Path(file).is_file():
-        raise UserError.of("calibration.file", file, "no such file")
-    return Path(file)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,20 @@ if TYPE_CHECKING:
     from fasa_bench.models import Model
 
 
+class Observation(NamedTuple):
+    """What a method wants recorded during the dense prompt pass.
+
+    window: the last so many queries, in `layer.prompt_queries` [b, Hq, w, d]. mass: the attention that each token
+    received, summed over all prompt queries, in `layer.prompt_mass` [b, Hq, n] float32.
+    """
+
+    window: int = 0
+    mass: bool = False
+
+    def union(self, other: Observation) -> Observation:
+        return Observation(max(self.window, other.window), self.mass or other.mass)
+
+
 @dataclass
 class Method:
     """Base of every method; parameters are dataclass fields, set from conf/method/*.yaml.
@@ -26,32 +40,49 @@ class Method:
     set and the layer holds more.
 
     name: what the run is filed under. dense_layers: layers that read everything.
+    layer_budget: how the budget is spread over the layers, see fasa_bench.layer_budget: uniform, or PyramidKV's
+    linear decrease with depth, whose steepness is pyramid_beta. pyramid_rounding: integers that sum exactly to
+    layers * budget, or the official floor divisions, which spend up to 12 % more.
     """
 
     name: str
     dense_layers: list[int] = field(default_factory=list)
+    layer_budget: Literal["uniform", "pyramid"] = "uniform"
+    pyramid_beta: int = 20
+    pyramid_rounding: Literal["exact", "official"] = "exact"
 
     takes_budget: ClassVar[bool] = True
     uses_calibration: ClassVar[bool] = False
     speed: ClassVar[Literal["physical", "simulated"]] = "physical"  # simulated: reads as much as full KV does
     ragged: ClassVar[bool] = False  # `select` may fill rows up with slots of -1
-    query_window: ClassVar[int] = 0  # last prompt queries that `prefill` wants to see
+    padding: ClassVar[bool] = True  # works on batches of left-padded prompts of different lengths
     # field name -> how paper, authors' code and ours differ there; logged with every run
     notes: ClassVar[dict[str, str]] = {}
 
     def prepare(self, model: Model, calibration: Calibration) -> None:
         """Once per run, before any sequence: look up what depends on the model only."""
 
+    def observes(self) -> Observation:
+        """What `prefill` wants to know of the prompt pass."""
+        return Observation()
+
     def smallest_budget(self) -> int:
         """The least number of tokens this method can work with."""
         return 1
 
     def prefill(self, layer: KVLayer, query: Tensor | None) -> None:
-        """After the dense prompt pass: build an index, or evict. query [b, Hq, query_window, d], rotated, or None."""
+        """After the dense prompt pass: build an index, or evict.
+
+        query [b, Hq, w, d]: the last w = `observes().window` prompt queries, fewer in a shorter prompt; None if 0.
+        """
 
     def select(self, layer: KVLayer, query: Tensor) -> Tensor | None:
         """Slots to read for this query [b, Hq, 1, d]: [b, H or Hq, 1, m], ascending; None reads everything."""
         return None
+
+    def combine(self, layer: KVLayer, query: Tensor, output: Tensor) -> Tensor:
+        """Change what attention over the selected tokens gave, [b, 1, Hq, d]; not called when everything was read."""
+        return output
 
     def decoded(self, layer: KVLayer, query: Tensor, weights: Tensor) -> None:
         """After each step: update statistics, or evict. weights [b, Hq, m] over the tokens that were read."""
@@ -118,5 +149,4 @@ def group_softmax(scores: Tensor, layer: KVLayer) -> Tensor:
     scaled = scores.float() * layer.scale
     if layer.real is not None:
         scaled = scaled.masked_fill(~layer.real, float("-inf"))
-    heads = layer.keys.shape[1]
-    return torch.softmax(scaled, dim=-1).unflatten(1, (heads, -1)).mean(2)
+    return torch.softmax(scaled, dim=-1).unflatten(1, (layer.heads, -1)).mean(2)

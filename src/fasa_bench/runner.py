@@ -117,7 +117,7 @@ def run(job: Job) -> Path:
 def evaluate(session: Session, job: Job, example: Example) -> dict[str, Any]:
     """Prefill, decode and score one example: its row."""
     length = len(example.target_ids) if example.target_ids is not None else example.max_new_tokens
-    prefilled = session.prefill(example.prompt_ids, observe=job.method.query_window, reserve=length)
+    prefilled = session.prefill(example.prompt_ids, observe=job.method.observes(), reserve=length)
     with prefilled.fork(job.method, job.budget) as decoder:
         prediction = _decode(decoder, job.model, example)
         row = _row(prefilled, decoder, example, prediction)

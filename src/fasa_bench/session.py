@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from fasa_bench import layer_budget
 from fasa_bench.attention import Reading, installed, reading
 from fasa_bench.cache import Cache
 from fasa_bench.clock import Clock
-from fasa_bench.method import Method, resolve_budget
+from fasa_bench.errors import UserError
+from fasa_bench.method import Method, Observation, resolve_budget
 
 
 @dataclass
@@ -38,19 +40,42 @@ class Prefilled:
         return self.cache.layers[0].seen
 
     @contextlib.contextmanager
-    def fork(self, method: Method, budget: int | float | None) -> Iterator[Decoder]:
-        """Decode from here with `method`; the prompt's cache is shared and as it was when the block ends."""
+    def fork(self, method: Method, budget: int | float | None, samples: int = 1) -> Iterator[Decoder]:
+        """Decode from here with `method`; the prompt's cache is shared and as it was when the block ends.
+
+        samples: so many continuations are decoded together; what the method keeps of the prompt is stored once.
+        """
+        if self.padding is not None and not method.padding:
+            raise UserError.of("method", method.name, "cannot decode prompts of different lengths in one batch")
         cache = self.cache.fork()
-        tokens = resolve_budget(budget, self.tokens)
-        for layer in cache.layers:
-            layer.budget = None if tokens is None else max(tokens, method.smallest_budget())
+        for layer, tokens in zip(cache.layers, self._budgets(method, budget, len(cache.layers)), strict=True):
+            layer.budget = tokens
         decoder = Decoder(self, cache, method)
         try:
             decoder.compress()
+            decoder.expand(samples)
             yield decoder
         finally:
             for twin, layer in zip(cache.layers, self.cache.layers, strict=True):
                 twin.release(layer)
+
+    def _budgets(self, method: Method, budget: int | float | None, layers: int) -> Sequence[int | None]:
+        """Tokens of each layer; never below what the method needs."""
+        tokens, least = resolve_budget(budget, self.tokens), method.smallest_budget()
+        if tokens is None:
+            return [None] * layers
+        tokens = max(tokens, least)
+        if method.layer_budget == "uniform":
+            return layer_budget.uniform(tokens, layers)
+        return layer_budget.pyramid(
+            tokens,
+            layers,
+            length=self.tokens,
+            window=method.observes().window,
+            smallest=least,
+            beta=method.pyramid_beta,
+            rounding=method.pyramid_rounding,
+        )
 
 
 @dataclass
@@ -91,12 +116,21 @@ class Decoder:
         """Let the method act on the prompt's cache, layer by layer."""
         with self.state.clock.whole("compress"):
             for layer in self.cache.layers:
-                query = layer.prompt_queries
+                window, query = self.method.observes().window, layer.prompt_queries
                 if query is not None:  # another method of the group may have asked for more
-                    query = query[:, :, -self.method.query_window :] if self.method.query_window else None
+                    query = query[:, :, -window:] if window else None
                 self.method.prefill(layer, query)
+                layer.prompt_queries = layer.prompt_mass = None  # the prompt's own copy stays
         self.compress_seconds = self.state.clock.seconds.pop("compress")
         self._note_bytes()
+
+    def expand(self, samples: int) -> None:
+        """Go on with `samples` sequences instead of one."""
+        if samples == 1:
+            return
+        for layer in self.cache.layers:
+            layer.expand(samples)
+        self.logits, self.position = self.logits.expand(samples, -1), self.position.expand(samples, -1)
 
     def step(self, token_ids: Tensor) -> Tensor:
         """Feed the next tokens [b, q] (q is usually 1); returns logits [b, vocabulary] after the last of them."""
@@ -173,12 +207,12 @@ class Session:
         self,
         prompt_ids: Sequence[int] | Tensor,
         padding: Tensor | None = None,
-        observe: int = 0,
+        observe: Observation | None = None,
         reserve: int = 0,
     ) -> Prefilled:
         """The dense pass over a prompt: ids [n] or [b, n]; padding [b, n] bool, False where a row is left-padded.
 
-        observe: last queries to keep for methods that score with them. reserve: tokens to be decoded later.
+        observe: what to record for the methods that will decode. reserve: tokens to be decoded later.
         """
         ids = torch.as_tensor(prompt_ids, device=self.device)
         ids = ids[None] if ids.dim() == 1 else ids
@@ -191,6 +225,7 @@ class Session:
             positions = (padding.long().cumsum(1) - 1).clamp(min=0)
         cache = Cache(self.network.config.get_text_config().num_hidden_layers)
         clock = Clock.on(self.device)
+        observe = observe or Observation()
         state = Reading(cache, None, self.backend, observe=observe, reserve=reserve, clock=clock)
         with clock.whole("prefill"), reading(state):
             logits = self.forward(ids, positions, cache, padding)

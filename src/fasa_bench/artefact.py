@@ -1,0 +1,60 @@
+"""What a calibration leaves behind: one tensor a file, with what it was made of, refused where it does not belong."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fasa_bench.errors import UserError
+
+if TYPE_CHECKING:
+    from fasa_bench.calibration import Calibration
+    from fasa_bench.models import Model
+
+Kind = Literal["agreement", "basis"]
+SETTING: dict[Kind, str] = {"agreement": "pairing", "basis": "rotary"}  # the method's setting that it was made for
+
+
+def save(
+    path: Path, tensor: Tensor, model: Model, setting: str, calibration: Calibration, kind: Kind = "agreement"
+) -> None:
+    """Write an artefact: the tensor and, as text, what it was made of."""
+    settings = {key: str(value) for key, value in asdict(calibration).items()}
+    facts = {"model": model.name, "fingerprint": model.fingerprint, "sample": calibration.sample_id}
+    draft = path.with_suffix(f".{os.getpid()}.tmp")
+    save_file({kind: tensor.contiguous()}, draft, metadata={**settings, **facts, SETTING[kind]: setting})
+    draft.replace(path)
+
+
+def load(path: Path, model: Model, setting: str, kind: Kind = "agreement") -> Tensor:
+    """Read an artefact; UserError when it is none, of another kind, or made for another model or setting."""
+    try:
+        with safe_open(path, framework="pt") as artefact:
+            facts = artefact.metadata() or {}
+            tensors = {name: artefact.get_tensor(name) for name in artefact.keys()}  # noqa: SIM118 (not a dict)
+    except Exception as error:
+        raise UserError(f"{path} is not a calibration artefact ({error}); delete it to have it made anew") from error
+    if facts.get("fingerprint") != model.fingerprint:
+        raise UserError(
+            f"calibration artefact {path} belongs to another model ({facts.get('model')}, {facts.get('fingerprint')}), "
+            f"not to {model.name} ({model.fingerprint}): set calibration.file=null to have one made"
+        )
+    if kind not in tensors:
+        raise UserError(f"calibration artefact {path} holds {', '.join(tensors)}, but this method needs {kind}")
+    made_for = facts.get(SETTING[kind])
+    if made_for != setting:
+        raise UserError(f"calibration artefact {path} is for {SETTING[kind]}={made_for}, not {setting}")
+    return tensors[kind]
+
+
+def existing(file: str) -> Path:
+    """The path of `calibration.file`; UserError if there is none."""
+    if not Path(file).is_file():
+        raise UserError.of("calibration.file", file, "no such file")
+    return Path(file)
