@@ -130,8 +130,8 @@ class KVLayer:
 
     def dot(self, query: Tensor) -> Tensor:
         """Products of each query head with the keys of its KV head, unscaled: [b, Hq, q, d] -> [b, Hq, q, n]."""
-        parts = (product(query, buffer.keys[:, :, :n].transpose(2, 3)) for buffer, n in self._segments)
-        return torch.cat(list(parts), dim=-1)
+        parts = [product(query, buffer.keys[:, :, :n].transpose(2, 3)) for buffer, n in self._segments]
+        return torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
 
     def mix(self, weights: Tensor) -> Tensor:
         """Values of each query head's KV head, summed with these weights: [b, Hq, q, n] -> [b, Hq, q, d]."""
@@ -177,8 +177,9 @@ class KVLayer:
         else:
             buffer, end = self._buffer, own + added
             if buffer.used != own or end > buffer.capacity:
-                kept = (tensor[:, :, :own] for tensor in (buffer.keys, buffer.values, buffer.positions))
-                self._buffer = buffer = _Buffer.of(*kept, spare=max(added + reserve, own // 8))
+                old, spare = buffer, max(added + reserve, own // 8)
+                buffer = _Buffer.of(old.keys[:, :, :own], old.values[:, :, :own], old.positions[:, :, :own], spare)
+                self._buffer = buffer
             buffer.keys[:, :, own:end] = keys
             buffer.values[:, :, own:end] = values
             buffer.positions[:, :, own:end] = rows
