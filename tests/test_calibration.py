@@ -101,9 +101,8 @@ def test_finds_the_planted_chunk(tiny: Model) -> None:
 
 
 def test_made_once_then_reused(tiny: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tiny.tokenizer  # loaded from the user's cache folder before that changes
     monkeypatch.setenv("FASA_BENCH_CACHE", str(tmp_path))
-    tokenizer = tiny.tokenizer  # outside of the new cache folder
-    assert tokenizer
     calibration = Calibration(k=16, prefill=64, decode=4)
     first = calibration.agreement(tiny, "rope")
     monkeypatch.setattr(Calibration, "measure", lambda *args: pytest.fail("measured again"))
