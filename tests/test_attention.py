@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -115,8 +116,9 @@ def test_unused_rows_of_the_buffer_are_never_attended(network: LlamaForCausalLM,
         with prefilled.fork(Oracle("oracle"), 5) as decoder:
             clean = decoder.step(torch.tensor([[7]]))
         for layer in prefilled.cache.layers:
-            layer.buffer.keys[:, :, 30:] = 1e4
-            layer.buffer.values[:, :, 30:] = 1e4
+            assert layer._own is not None
+            layer._own.buffer.keys[:, :, 30:] = 1e4
+            layer._own.buffer.values[:, :, 30:] = 1e4
         with prefilled.fork(Oracle("oracle"), 5) as decoder:
             assert torch.equal(decoder.step(torch.tensor([[7]])), clean)
 
@@ -210,10 +212,10 @@ def test_the_prompt_pass_records_what_methods_observe(network: LlamaForCausalLM,
     ids, found = torch.tensor([prompt]), []
     for cuts in ([0, 40], [0, 17, 40]):
         cache = Cache(2)
-        with torch.inference_mode(), installed(network):
-            with reading(Reading(cache, None, observe=Observation(25, mass=True))):
-                for start, end in zip(cuts, cuts[1:], strict=False):
-                    network(ids[:, start:end], past_key_values=cache)
+        state = Reading(cache, None, observe=Observation(25, mass=True))
+        with torch.inference_mode(), installed(network), reading(state):
+            for start, end in itertools.pairwise(cuts):
+                network(ids[:, start:end], past_key_values=cache)
         found.append(cache.layers)
     for index, layers in enumerate(zip(*found, strict=True)):
         for layer in layers:

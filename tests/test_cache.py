@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from fasa_bench.cache import BLOCK, Cache, KVLayer
+from fasa_bench.cache import Cache, KVLayer
+from fasa_bench.errors import UserError
+from fasa_bench.segments import BLOCK, Buffer, Packed, Packing
 
 
 def filled(n: int, batch: int = 1, heads: int = 2, dim: int = 4, reserve: int = 0) -> KVLayer:
@@ -16,13 +18,18 @@ def filled(n: int, batch: int = 1, heads: int = 2, dim: int = 4, reserve: int = 
     return layer
 
 
+def buffer(layer: KVLayer) -> Buffer:
+    assert layer._own is not None
+    return layer._own.buffer
+
+
 def test_grows_in_blocks_and_keeps_what_was_there() -> None:
     layer = filled(3)
     storages = set()
     for i in range(3, 3 * BLOCK):
         token = torch.full((1, 2, 1, 4), float(i))
         layer.append(token, -token, torch.tensor([[i]]))
-        storages.add(layer.buffer.keys.data_ptr())
+        storages.add(buffer(layer).keys.data_ptr())
     assert layer.length == layer.seen == 3 * BLOCK
     assert len(storages) <= 3  # not one allocation a token
     assert layer.keys[0, 0, :, 0].tolist() == list(range(3 * BLOCK))
@@ -70,15 +77,15 @@ def test_forks_share_the_prompt_and_never_see_each_other() -> None:
     prompt = filled(10, reserve=20)
     one = prompt.fork()
     one.append(torch.full((1, 2, 1, 4), 7.0), torch.full((1, 2, 1, 4), 7.0), torch.tensor([[10]]))
-    assert one.buffer is prompt.buffer  # nothing copied
+    assert buffer(one) is buffer(prompt)  # nothing copied
     two = prompt.fork()
     two.append(torch.full((1, 2, 1, 4), 8.0), torch.full((1, 2, 1, 4), 8.0), torch.tensor([[10]]))
-    assert two.buffer is not prompt.buffer  # one lives: two has to copy
+    assert buffer(two) is not buffer(prompt)  # one lives: two has to copy
     assert (one.keys[0, 0, 10, 0], two.keys[0, 0, 10, 0]) == (7.0, 8.0)
     one.release(prompt)
     three = prompt.fork()
     three.append(torch.full((1, 2, 1, 4), 9.0), torch.full((1, 2, 1, 4), 9.0), torch.tensor([[10]]))
-    assert three.buffer is prompt.buffer  # one is gone: its rows are free
+    assert buffer(three) is buffer(prompt)  # one is gone: its rows are free
     assert (three.keys[0, 0, 10, 0], two.keys[0, 0, 10, 0], prompt.length) == (9.0, 8.0, 10)
     assert prompt.keys[0, 0, :, 0].tolist() == list(range(10))
 
@@ -131,7 +138,7 @@ def test_samples_share_the_prompt_and_diverge() -> None:
         layer.keep(slots[row : row + 1, :2])
         assert torch.equal(together.values[row : row + 1], layer.values)
         assert torch.equal(together.positions[row : row + 1], layer.positions)
-    assert together.shared == 0
+    assert len(together.segments) == 1
     assert prompt.length == 70
 
 
@@ -143,3 +150,67 @@ def test_a_copy_per_query_head_takes_further_tokens() -> None:
     layer.append(token, token, torch.tensor([[10]]))
     assert layer.keys[0, :, -1, 0].tolist() == [1, 1, 1, 2, 2, 2]
     assert layer.positions[0].tolist() == [[0, 1, 2, 3, 10]] * 6
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_a_packed_layer_reads_as_its_unpacked_rows_would(bits: int) -> None:
+    """Products, sums and rows against the dense dequantised tables; recent tokens are exact; packed as text comes."""
+    torch.manual_seed(0)
+    packing = Packing(bits=bits, group=8, residual=16)
+    keys, values = torch.randn(1, 2, 100, 12), torch.randn(1, 2, 100, 12)
+    layer = KVLayer(0)
+    layer.append(keys[:, :, :60], values[:, :, :60], torch.arange(60)[None])
+    plain = layer.fork()
+    layer.pack(packing)
+    for i in range(60, 100):
+        layer.append(keys[:, :, i : i + 1], values[:, :, i : i + 1], torch.tensor([[i]]))
+        assert 16 <= layer.segments[-1].tokens < 24
+    packed = layer.segments[0]
+    assert isinstance(packed, Packed)
+    assert packed.tokens == 80
+    assert layer.length == layer.seen == 100
+    assert layer.positions[0, 0].tolist() == list(range(100))
+    assert torch.equal(layer.keys[:, :, 80:], keys[:, :, 80:])
+    error = (layer.keys - keys).abs().max()
+    assert 0 < error < 6 / (2**bits - 1)  # half a step of a range of at most about 8
+    query, weights = torch.randn(1, 6, 1, 12), torch.rand(1, 6, 1, 100)
+    expected = torch.matmul(query.view(1, 2, 3, 12), layer.keys.transpose(2, 3)).view(1, 6, 1, 100)
+    torch.testing.assert_close(layer.dot(query), expected)
+    expected = torch.matmul(weights.view(1, 2, 3, 100), layer.values).view(1, 6, 1, 12)
+    torch.testing.assert_close(layer.mix(weights), expected)
+    slots = torch.stack([torch.randperm(100)[:9].sort().values for _ in range(6)])[None]
+    found, _ = layer.gather(slots)
+    for head in range(6):
+        torch.testing.assert_close(found[0, head], layer.keys[0, head // 3, slots[0, head]])
+    assert torch.equal(plain.keys, keys[:, :, :60])  # another fork of the same prompt is untouched
+
+
+def test_a_packed_prompt_can_be_shared_by_samples() -> None:
+    layer = filled(80)
+    layer.pack(Packing(bits=8, group=8, residual=16))
+    layer.expand(2)
+    for i in range(40):
+        token = torch.full((2, 2, 1, 4), float(i)) + torch.tensor([0.0, 50.0]).view(2, 1, 1, 1)
+        layer.append(token, token, torch.full((2, 1), 80 + i))
+    assert layer.length == 120
+    torch.testing.assert_close(layer.keys[0, 0, 80:, 0], torch.arange(40.0), atol=0.1, rtol=0.05)
+    torch.testing.assert_close(layer.keys[1, 0, 80:, 0], torch.arange(40.0) + 50, atol=0.1, rtol=0.05)
+    assert layer.dot(torch.ones(2, 4, 1, 4)).shape == (2, 4, 1, 120)
+
+
+def test_bytes_shrink_with_the_bits() -> None:
+    sizes = {}
+    for bits in (16, 8, 4, 2):
+        layer = filled(4096, dim=64)
+        layer.pack(Packing(bits=bits, group=32, residual=128))
+        sizes[bits] = layer.device_bytes
+    assert sizes[8] < sizes[16] / 2.5
+    assert sizes[4] < sizes[8] / 1.4
+    assert sizes[2] < sizes[4]
+
+
+def test_a_packed_layer_refuses_eviction() -> None:
+    layer = filled(80)
+    layer.pack(Packing(bits=4, group=8, residual=16))
+    with pytest.raises(UserError, match=r"cache.bits=4 .* evicts while decoding"):
+        layer.keep(torch.arange(5)[None, None])

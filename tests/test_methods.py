@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -112,7 +111,7 @@ def test_short_prompts(name: str, network: LlamaForCausalLM, prompt: list[int], 
 def test_positions_ascend_and_stay_true(name: str, network: LlamaForCausalLM, prompt: list[int]) -> None:
     _, decoder = decode(network, ready(name, network), 10, prompt, 33)
     for layer in decoder.cache.layers:
-        assert layer._buffer is None  # the fork has ended and holds nothing
+        assert layer.length == 0  # the fork has ended and holds nothing
     with (
         Session(network) as session,
         session.prefill(prompt[:33], observe=ready(name, network).observes()).fork(ready(name, network), 10) as decoder,
@@ -177,8 +176,9 @@ def test_samples_of_one_prompt_equal_single_runs(name: str, network: LlamaForCau
                 alone.append(torch.stack([decoder.step(token.view(1, 1))[0] for token in row]))
         with prefilled.fork(method, 9, samples=3) as decoder:
             together = torch.stack([decoder.step(tokens[:, None]) for tokens in following.T], dim=1)
-            if decoder.cache.layers[0].shared == 33:  # nothing was evicted: the prompt is stored once
-                assert decoder.cache.layers[0]._prompt is prefilled.cache.layers[0]._buffer
+            shared = decoder.cache.layers[0].segments[0]
+            if shared.tokens == 33:  # nothing was evicted: the prompt is stored once
+                assert shared is prefilled.cache.layers[0].segments[0]
     torch.testing.assert_close(together, torch.stack(alone), atol=1e-5, rtol=1e-5)
 
 
@@ -192,12 +192,15 @@ def test_padded_batches_equal_single_runs_or_are_refused(
     padding = torch.tensor([[True] * 30, [False] * 9 + [True] * 21])
     with Session(network) as session:
         prefilled = session.prefill(ids, padding, observe=method.observes())
-        try:
-            with prefilled.fork(method, 9) as decoder:
-                together = [decoder.step(torch.tensor([[token], [token]])) for token in following]
-        except UserError as error:
-            assert re.search("different lengths|padded batches", str(error))
+        if not method.padding or name == "streamingllm_cache":
+            with (
+                pytest.raises(UserError, match=r"different lengths|padded batches"),
+                prefilled.fork(method, 9) as decoder,
+            ):
+                pass
             return
+        with prefilled.fork(method, 9) as decoder:
+            together = [decoder.step(torch.tensor([[token], [token]])) for token in following]
         for row, one in enumerate(prompts):
             with session.prefill(one, observe=method.observes()).fork(method, 9) as decoder:
                 alone = [decoder.step(torch.tensor([[token]]))[0] for token in following]

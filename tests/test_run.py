@@ -142,13 +142,12 @@ def test_examples_do_not_influence_each_other(make: Any) -> None:
 
 def test_what_can_change_an_output_changes_the_id(make: Any, tmp_path: Path) -> None:
     def name(*overrides: str) -> str:
-        job = make("method=fasa", *overrides)
-        parts = (job.model, job.task, job.method, job.calibration, job.budget, job.config["seed"], job.limit)
-        return runner.run_id(runner.identity_of(*parts))
+        return runner.run_id(make("method=fasa", *overrides).identity)
 
     base = name()
     changed = ["budget=17", "budget=0.5", "seed=1", "limit=1", "method.recent=3", "method.pairing=adjacent"]
     changed += ["task.decode=25", "calibration.k=33", "model.layers=1", "model.dtype=bfloat16", "method=fasa_plus"]
+    changed += ["cache.bits=4", "method.layer_budget=pyramid"]
     names = [name(override) for override in changed]
     assert len({base, *names}) == len(changed) + 1
     assert name("method=fasa_c") == base  # an alias
@@ -162,6 +161,7 @@ def test_full_kv_takes_no_budget_and_is_run_once(make: Any) -> None:
 
 
 WRONG = {
+    "cache.bits=3": "cache.bits=3 .* 16",
     "budget=0": "budget=0 is not allowed",
     "budget=abc": "budget='abc'",
     "method=streamingllm budget=8": "budget=8 is not allowed: streamingllm needs at least 9",

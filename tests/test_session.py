@@ -64,7 +64,7 @@ def test_one_prefill_serves_many_methods(network: LlamaForCausalLM, prompt: list
     """The third run equals the first, though an evicting and a selecting method came between; nothing was copied."""
     with Session(network) as session:
         prefilled = session.prefill(prompt[:30], reserve=20)
-        storage = prefilled.cache.layers[0].buffer.keys.data_ptr()
+        storage = prefilled.cache.layers[0].keys.data_ptr()
         found = []
         for method, budget in [
             (FullKV("fkv"), None),
@@ -75,7 +75,7 @@ def test_one_prefill_serves_many_methods(network: LlamaForCausalLM, prompt: list
             with prefilled.fork(method, budget) as decoder:
                 found.append(decoder.force(prompt[30:]))
                 if budget is None:
-                    assert decoder.cache.layers[0].buffer.keys.data_ptr() == storage
+                    assert decoder.cache.layers[0].keys.data_ptr() == storage
         assert found[0] == found[3]
         assert found[0] != found[1] != found[2]
         assert prefilled.cache.layers[0].length == 30

@@ -19,9 +19,10 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from fasa_bench.cache import Cache, KVLayer, product
+from fasa_bench.cache import Cache, KVLayer
 from fasa_bench.clock import Clock
 from fasa_bench.method import Method, Observation
+from fasa_bench.segments import product
 
 NAME = "fasa_bench"
 
@@ -179,7 +180,7 @@ def column_mass(layer: KVLayer, query: Tensor, positions: Tensor, elements: int 
     Causal by position [b, q]; padded queries give nothing. Works through chunks of queries of at most `elements`
     weights (at least one query), so that memory grows with the length of the text and not with its square.
     """
-    batch, heads, queries, _ = query.shape
+    batch, heads = query.shape[:2]
     held = layer.positions[:, 0]
     mass = torch.zeros(batch, heads, layer.length, dtype=torch.float32, device=query.device)
     chunk = max(1, elements // (batch * heads * layer.length))

@@ -17,6 +17,7 @@ import fasa_bench
 from fasa_bench.calibration import Calibration
 from fasa_bench.method import Method
 from fasa_bench.models import Model
+from fasa_bench.segments import Packing
 from fasa_bench.task import Task
 
 PACKAGE = "fasa_bench"
@@ -29,6 +30,8 @@ def identity_of(
     task: Task,
     method: Method,
     calibration: Calibration,
+    packing: Packing,
+    *,
     budget: int | float | None,
     seed: int,
     limit: int | None,
@@ -45,6 +48,7 @@ def identity_of(
         "method": {"class": type(method).__qualname__, **asdict(method)},
         "task": {"class": type(task).__qualname__, **task.identity(), "data": task.fingerprint()},
         "calibration": calibration.identity() if method.uses_calibration else None,
+        "cache": asdict(packing) if packing.bits < 16 else None,
         "budget": budget,
         "seed": seed,
         "limit": limit,

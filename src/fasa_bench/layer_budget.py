@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from fasa_bench.errors import UserError
+
 
 def uniform(budget: int, layers: int) -> list[int]:
     """The same number of tokens in every layer."""
@@ -23,14 +25,20 @@ def pyramid(
     """Tokens per layer, `budget` on average, most in the first layer (PyramidKV, pyramidkv_utils.py).
 
     What is spread is the part outside of the observation window: from 2 C - C // beta down to C // beta, C = budget -
-    window, and never more than the `length` - window tokens that there are. A prompt of less than 2 C tokens outside of
-    the window is spread evenly, as official. smallest: tokens that every layer needs, window included. rounding: `exact` sums to layers * budget; `official` floors the step
-    between two layers, and so spends more.
+    window, and never more than the `length` - window tokens that there are. A prompt of less than 2 C or budget tokens
+    is spread evenly, and so is a model of one layer, for which the official code divides by zero.
+
+    smallest: tokens that every layer needs, window included. rounding: `exact` sums to layers * budget and is within
+    half a token of the line; `official` floors the step between two layers, and so spends more.
     """
+    if beta < 1:
+        raise UserError.of("method.pyramid_beta", beta, "must be at least 1")
+    if beta < 1:
+        raise UserError.of("method.pyramid_beta", beta, "must be at least 1")
     past = budget - window
-    if layers == 1 or length < 2 * past or past < 1:
+    if layers == 1 or past < 1 or length < max(budget, 2 * past):
         return uniform(budget, layers)
-    least = max(past // beta, smallest - window)
+    least = min(max(past // beta, smallest - window), past)
     most = 2 * past - least
     if most >= length - window:
         most = length - window
@@ -38,7 +46,6 @@ def pyramid(
     if rounding == "official":
         step = (most - least) // (layers - 1)
         return [most - step * layer + window for layer in range(layers)]
-    # prefix sums of the exact line, rounded: each layer is within one token of it, and the whole is exact
-    total = [layer * most - (most - least) * layer * (layer - 1) / (2 * (layers - 1)) for layer in range(layers + 1)]
-    ends = [round(value) for value in total]
-    return sorted((after - before + window for before, after in zip(ends, ends[1:], strict=False)), reverse=True)
+    # the line is symmetric about its middle, where it is the budget: what one half rounds up, the other rounds down
+    first = [most - round((most - least) * layer / (layers - 1)) + window for layer in range(layers // 2)]
+    return [*first, *[budget] * (layers % 2), *(2 * budget - tokens for tokens in reversed(first))]

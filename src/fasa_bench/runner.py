@@ -21,6 +21,7 @@ from fasa_bench.errors import UserError
 from fasa_bench.identity import identity_of
 from fasa_bench.method import Method, check_budget
 from fasa_bench.models import Model, ModelSpec
+from fasa_bench.segments import Packing
 from fasa_bench.session import Decoder, Prefilled, Session
 from fasa_bench.statistics import quantiles
 from fasa_bench.store import RunStore, load_run, run_id
@@ -40,6 +41,7 @@ class Job:
     method: Method
     calibration: Calibration
     budget: int | float | None
+    packing: Packing
     limit: int | None
     results_dir: Path
 
@@ -60,14 +62,29 @@ class Job:
             method=method,
             calibration=build("calibration", config["calibration"], Calibration),
             budget=check_budget(config["budget"], method),
+            packing=build("cache", config["cache"], Packing),
             limit=limit,
             results_dir=Path(str(config["results_dir"])),
         )
 
     @property
+    def identity(self) -> dict[str, Any]:
+        """Everything that can change an output: what the run id is made of."""
+        return identity_of(
+            self.model,
+            self.task,
+            self.method,
+            self.calibration,
+            self.packing,
+            budget=self.budget,
+            seed=self.config["seed"],
+            limit=self.limit,
+        )
+
+    @property
     def deviations(self) -> dict[str, dict[str, Any]]:
         """Every switch on which paper, official code and ours differ: its value here, and the difference."""
-        parts: list[tuple[str, Any]] = [("method", self.method), ("task", self.task)]
+        parts: list[tuple[str, Any]] = [("method", self.method), ("task", self.task), ("cache", self.packing)]
         if self.method.uses_calibration:
             parts.append(("calibration", self.calibration))
         return {
@@ -79,7 +96,7 @@ class Job:
 
 def run(job: Job) -> Path:
     """Run one job, or what is missing of it; returns its run folder."""
-    identity = identity_of(job.model, job.task, job.method, job.calibration, job.budget, job.config["seed"], job.limit)
+    identity = job.identity
     name = run_id(identity)
     folder = job.results_dir / "runs" / name
     if _is_complete(folder):
@@ -118,7 +135,7 @@ def evaluate(session: Session, job: Job, example: Example) -> dict[str, Any]:
     """Prefill, decode and score one example: its row."""
     length = len(example.target_ids) if example.target_ids is not None else example.max_new_tokens
     prefilled = session.prefill(example.prompt_ids, observe=job.method.observes(), reserve=length)
-    with prefilled.fork(job.method, job.budget) as decoder:
+    with prefilled.fork(job.method, job.budget, packing=job.packing) as decoder:
         prediction = _decode(decoder, job.model, example)
         row = _row(prefilled, decoder, example, prediction)
     row["scores"] = job.task.score(example, prediction)

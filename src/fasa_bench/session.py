@@ -19,6 +19,7 @@ from fasa_bench.cache import Cache
 from fasa_bench.clock import Clock
 from fasa_bench.errors import UserError
 from fasa_bench.method import Method, Observation, resolve_budget
+from fasa_bench.segments import Packing
 
 
 @dataclass
@@ -40,10 +41,13 @@ class Prefilled:
         return self.cache.layers[0].seen
 
     @contextlib.contextmanager
-    def fork(self, method: Method, budget: int | float | None, samples: int = 1) -> Iterator[Decoder]:
+    def fork(
+        self, method: Method, budget: int | float | None, samples: int = 1, packing: Packing | None = None
+    ) -> Iterator[Decoder]:
         """Decode from here with `method`; the prompt's cache is shared and as it was when the block ends.
 
         samples: so many continuations are decoded together; what the method keeps of the prompt is stored once.
+        packing: how the cache is quantised, after the method has acted on the prompt.
         """
         if self.padding is not None and not method.padding:
             raise UserError.of("method", method.name, "cannot decode prompts of different lengths in one batch")
@@ -52,7 +56,7 @@ class Prefilled:
             layer.budget = tokens
         decoder = Decoder(self, cache, method)
         try:
-            decoder.compress()
+            decoder.compress(packing or Packing())
             decoder.expand(samples)
             yield decoder
         finally:
@@ -112,8 +116,8 @@ class Decoder:
     def timed_steps(self) -> list[float]:
         return self.step_seconds[1:]
 
-    def compress(self) -> None:
-        """Let the method act on the prompt's cache, layer by layer."""
+    def compress(self, packing: Packing) -> None:
+        """Let the method act on the prompt's cache, layer by layer, then quantise what it leaves."""
         with self.state.clock.whole("compress"):
             for layer in self.cache.layers:
                 window, query = self.method.observes().window, layer.prompt_queries
@@ -121,6 +125,7 @@ class Decoder:
                     query = query[:, :, -window:] if window else None
                 self.method.prefill(layer, query)
                 layer.prompt_queries = layer.prompt_mass = None  # the prompt's own copy stays
+                layer.pack(packing)
         self.compress_seconds = self.state.clock.seconds.pop("compress")
         self._note_bytes()
 
