@@ -35,7 +35,7 @@ class SnapKV(WindowEviction):
         "window": "paper and official code 32, inside the budget; kvpress 64, KVCache-Factory's runner 8",
         "kernel": "paper 7; official default 5, its runs 7; FASA's code falls back to 5; kvpress 5",
         "pooling": "paper and official runs max; official default and kvpress avg",
-        "heads": "official and FASA's code per query head: Hq / H times the memory; kvpress and ours per KV head",
+        "heads": "official code per query head, at Hq / H times the memory; kvpress and ours per KV head",
         "group": "kvpress mean after pooling; KVCache-Factory and ours mean before it; R-KV's repository max_logit",
         "interval": "FASA's paper every n tokens, n not given; ours R-KV's 128; official code never (null)",
     }
