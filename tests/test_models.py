@@ -18,6 +18,7 @@ from fasa_bench import embedded, hub, models
 from fasa_bench.config import build
 from fasa_bench.errors import UserError
 from fasa_bench.models import Model, ModelSpec
+from fasa_bench.paths import cache_folder
 
 ROOT = Path(__file__).resolve().parents[1]
 CONF = ROOT / "conf" / "model"
@@ -97,9 +98,17 @@ def test_impossible_descriptions(changes: dict[str, Any], key: str) -> None:
         tiny(**changes)
 
 
-def test_device_that_torch_does_not_know() -> None:
-    with pytest.raises(UserError, match=r"model\.device='abacus'"):
-        _ = tiny(device="abacus").network
+@pytest.mark.parametrize("device", ["abacus", "cuda:99"])  # one that torch does not know, one that is not there
+def test_device_that_cannot_be_used(device: str) -> None:
+    with pytest.raises(UserError, match=rf"model\.device='{device}' is not allowed: must be auto or a device of this"):
+        _ = tiny(device=device).network
+
+
+def test_cache_folder_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("FASA_BENCH_CACHE", f"{tmp_path}/file")
+    with pytest.raises(UserError, match=r"FASA_BENCH_CACHE='.*/file' is not allowed: Not a directory"):
+        cache_folder("models")
 
 
 # --- the embedded model

@@ -274,15 +274,18 @@ def test_the_command_line(tmp_path: Path) -> None:
     (tmp_path / "conf" / "method" / "every_other.yaml").write_text(
         "_target_: toys.EveryOther\nname: every_other\nstride: 3\n"
     )
-    arguments = ["--config-dir", f"{tmp_path}/conf", "-m", "method=every_other,oracle", "budget=16,0"]
+    arguments = ["--config-dir", f"{tmp_path}/conf", "-m", "method=every_other,oracle,fkv", "budget=16,0"]
     arguments += ["model=tiny", "logger=none", f"results_dir={tmp_path}/results", "limit=1", "task.parts=[perplexity]"]
     arguments += ["task.context=96", "task.decode=24"]
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    python_path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"PYTHONPATH": python_path}
     done = command(*arguments, env=environment)
     assert done.returncode == 1
     lines = done.stdout.splitlines()
-    assert [line.split(":")[0] for line in lines] == ["run", "run"]
-    assert "2 of 4 jobs failed" in done.stderr
+    assert [line.split(":")[0] for line in lines] == ["run"] * 4
+    assert lines[2] == lines[3]  # full KV takes no budget: one run, and one line of the table
+    assert sum(line.startswith(" fkv ") for line in done.stderr.splitlines()) == 1
+    assert "2 of 6 jobs failed" in done.stderr
     assert "error: budget=0 is not allowed" in done.stderr
     assert "every_other" in done.stderr  # the table of the runs that worked
     summary = json.loads((Path(lines[0].removeprefix("run: ")) / "summary.json").read_text())

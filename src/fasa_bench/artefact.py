@@ -39,7 +39,10 @@ def load(path: Path, model: Model, setting: str, kind: Kind = "agreement") -> Te
             facts = artefact.metadata() or {}
             tensors = {name: artefact.get_tensor(name) for name in artefact.keys()}  # noqa: SIM118 (not a dict)
     except Exception as error:
-        raise UserError(f"{path} is not a calibration artefact ({error}); delete it to have it made anew") from error
+        raise UserError(
+            f"{path} is not a calibration artefact, or a damaged one ({error}): if calibration.file names it, take "
+            "another or null; if it lies in the cache, delete it and it is made anew"
+        ) from error
     if facts.get("fingerprint") != model.fingerprint:
         raise UserError(
             f"calibration artefact {path} belongs to another model ({facts.get('model')}, {facts.get('fingerprint')}), "

@@ -85,7 +85,7 @@ class Overview(Callback):
         from fasa_bench.store import load_run
 
         if _folders:
-            print_table([load_run(folder) for folder in _folders])
+            print_table([load_run(folder) for folder in dict.fromkeys(_folders)])  # full KV is one run for all budgets
         if _failures:
             print(
                 f"{len(_failures)} of {len(_folders) + len(_failures)} jobs failed:",

@@ -244,9 +244,14 @@ class Model:
             found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
             return found or torch.device("cpu")
         try:
-            return torch.device(self.spec.device)
-        except RuntimeError as error:
-            raise UserError.of("model.device", self.spec.device, "must be auto or a device that torch knows") from error
+            device = torch.device(self.spec.device)
+            torch.empty(0, device=device)  # a device that torch knows may be missing here
+        except (RuntimeError, AssertionError) as error:  # the latter from a torch built without it
+            reason = str(error).split("\n")[0]
+            raise UserError.of(
+                "model.device", self.spec.device, f"must be auto or a device of this machine ({reason})"
+            ) from error
+        return device
 
     @property
     def _dtype(self) -> torch.dtype | None:
