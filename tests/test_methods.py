@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +17,20 @@ from fasa_bench.errors import UserError
 from fasa_bench.method import Method, check_budget, group_softmax, resolve_budget, resolve_count, top_slots
 from fasa_bench.methods.fasa import FasaC, chunk_mask
 from fasa_bench.methods.full import FullKV
+from fasa_bench.methods.h2o import H2O
+from fasa_bench.methods.h2o_mask_sim import H2OMaskSim
+from fasa_bench.methods.knorm import KNorm
+from fasa_bench.methods.loki import Loki
 from fasa_bench.methods.oracle import Oracle
+from fasa_bench.methods.quest import Quest
+from fasa_bench.methods.random import Random
+from fasa_bench.methods.rkv import RKV
+from fasa_bench.methods.snapkv import SnapKV
+from fasa_bench.methods.sparq import SparQ
 from fasa_bench.methods.streamingllm import StreamingLLM
+from fasa_bench.methods.tova import Tova
 from fasa_bench.rope import Rope
+from fasa_bench.segments import Packing
 from fasa_bench.session import Session
 
 METHODS: dict[str, Callable[[], Method]] = {
@@ -26,10 +38,29 @@ METHODS: dict[str, Callable[[], Method]] = {
     "fasa_c": lambda: FasaC("fasa_c"),
     "fasa_c_adjacent": lambda: FasaC("fasa_c", pairing="adjacent", n_tip=2),
     "fasa_plus": lambda: FasaC("fasa_plus", fc_granularity="kv_head", token_granularity="kv_head", recent=4, sinks=1),
+    "fasa_c_single_dimensions": lambda: FasaC("fasa_c", pairing="single", n_tip=0.5),
+    "snapkv": lambda: SnapKV("snapkv", window=3, kernel=3, interval=1),
+    "snapkv_query_head": lambda: SnapKV("snapkv", window=3, kernel=3, interval=1, heads="query_head", pooling="avg"),
+    "snapkv_max_logit": lambda: SnapKV("snapkv", window=3, kernel=3, interval=1, group="max_logit"),
+    "rkv": lambda: RKV("rkv", window=3, kernel=3, interval=1),
+    "h2o": lambda: H2O("h2o"),
+    "h2o_query_head": lambda: H2O("h2o", heads="query_head", recent=3),
+    "h2o_mask_sim": lambda: H2OMaskSim("h2o_mask_sim"),
+    "quest": lambda: Quest("quest", page=4, min_pages=1),
+    "quest_forced": lambda: Quest("quest", page=4, min_pages=1, newest="forced"),
+    "quest_tokens": lambda: Quest("quest", page=4, unit="tokens", recent=2),
+    "sparq": lambda: SparQ("sparq"),
+    "sparq_plain": lambda: SparQ("sparq", rank=4, local=2, reallocation=False),
+    "loki": lambda: Loki("loki"),
+    "tova": lambda: Tova("tova", recent=1),
+    "knorm": lambda: KNorm("knorm", recent=1),
+    "random": lambda: Random("random"),
     "streamingllm": lambda: StreamingLLM("streamingllm", start=2),
     "streamingllm_cache": lambda: StreamingLLM("streamingllm", start=2, positions="cache"),
 }
 sparse = pytest.mark.parametrize("name", METHODS)
+# whole pages, or one token fewer than the budget: at most the budget instead of exactly the budget
+AT_MOST = {"quest", "quest_forced", "h2o_mask_sim"}
 
 
 class FakeCalibration:
@@ -39,6 +70,13 @@ class FakeCalibration:
         config = model.config
         shape = (config.num_hidden_layers, config.num_attention_heads, len(model.rope.units(pairing)))
         return torch.rand(shape, generator=torch.Generator().manual_seed(3))
+
+    def basis(self, model: Any, rotary: str) -> Tensor:
+        """Any orthonormal basis of each KV head's keys."""
+        config, dim = model.config, model.rope.head_dim
+        shape = (config.num_hidden_layers, config.num_key_value_heads, dim, dim)
+        drawn = torch.randn(shape, generator=torch.Generator().manual_seed(4))
+        return torch.linalg.qr(drawn).Q
 
 
 def ready(name: str, network: LlamaForCausalLM) -> Method:
@@ -57,7 +95,7 @@ def decode(network: LlamaForCausalLM, method: Method, budget: int | float | None
 
 
 @sparse
-@pytest.mark.parametrize("shape", [(2, 4, 2, 16), (1, 4, 1, 64), (3, 3, 3, 32)])
+@pytest.mark.parametrize("shape", [(2, 4, 2, 16), (1, 4, 1, 64), (3, 3, 3, 32), (30, 6, 2, 16), (2, 4, 1, 256)])
 def test_a_budget_of_the_whole_context_equals_full_kv(
     name: str, network_of: Callable[..., LlamaForCausalLM], prompt: list[int], shape: tuple[int, int, int, int]
 ) -> None:
@@ -77,7 +115,8 @@ def test_every_budget_is_read_exactly(name: str, network: LlamaForCausalLM, prom
         _, decoder = decode(network, method, budget, prompt, 33)
         steps = [min(budget, length) for length in range(34, 41)]
         tally = decoder.state.tally
-        assert tally.attended / network.config.num_hidden_layers == pytest.approx(sum(steps))
+        read = tally.attended / network.config.num_hidden_layers
+        assert 0 < read <= sum(steps) if name in AT_MOST else read == pytest.approx(sum(steps))
         assert tally.layer_steps == 7 * network.config.num_hidden_layers
         assert sum(tally.sparse.values()) == 2 * sum(budget < length for length in range(34, 41))
 
@@ -104,7 +143,8 @@ def test_nothing_leaks_into_the_next_sequence(name: str, network: LlamaForCausal
 def test_short_prompts(name: str, network: LlamaForCausalLM, prompt: list[int], length: int) -> None:
     logits, decoder = decode(network, ready(name, network), 7, prompt[: length + 4], length)
     assert torch.isfinite(logits).all()
-    assert decoder.state.tally.attended / 2 == sum(min(7, length + i) for i in range(1, 5))
+    read, expected = decoder.state.tally.attended / 2, sum(min(7, length + i) for i in range(1, 5))
+    assert 0 < read <= expected if name in AT_MOST else read == pytest.approx(expected)
 
 
 @sparse
@@ -129,11 +169,16 @@ def test_slots_are_ascending_and_without_repeats(name: str, network: LlamaForCau
     layer = KVLayer(1)
     layer.append(torch.randn(2, 2, 50, 16), torch.randn(2, 2, 50, 16), torch.arange(50).expand(2, 50))
     layer.budget, layer.scale = 12, 0.25
-    slots = ready(name, network).select(layer, torch.randn(2, 4, 1, 16))
-    if slots is not None:
-        assert slots.shape[0] == 2
-        assert slots.shape[2:] == (1, 12)
-        assert (slots.diff(dim=-1) > 0).all()
+    method = ready(name, network)
+    if type(method).select is Method.select:
+        pytest.skip("selects nothing: it evicts")
+    layer.prompt_mass = torch.rand(2, 4, 50)
+    method.prefill(layer, None)
+    slots = method.select(layer, torch.randn(2, 4, 1, 16))
+    assert slots is not None
+    assert slots.shape[:3] in ((2, 2, 1), (2, 4, 1))
+    assert slots.shape[3] == 12 - (name == "h2o_mask_sim")
+    assert ((slots.diff(dim=-1) > 0) | (slots[..., :-1] == -1)).all()
 
 
 @sparse
@@ -167,7 +212,7 @@ def test_reported_bytes_are_those_held(name: str, network: LlamaForCausalLM, pro
 def test_samples_of_one_prompt_equal_single_runs(name: str, network: LlamaForCausalLM, prompt: list[int]) -> None:
     """Three continuations decoded together, each with tokens of its own, against three runs of one."""
     method = ready(name, network)
-    following = torch.stack([torch.tensor(prompt[start : start + 6]) for start in (0, 7, 20)])
+    following = torch.tensor(sorted(set(range(101)) - set(prompt))[:18]).view(3, 6)
     with Session(network) as session:
         prefilled = session.prefill(prompt[:33], observe=method.observes())
         alone = []
@@ -217,7 +262,68 @@ def test_a_pyramid_of_budgets(name: str, network_of: Callable[..., LlamaForCausa
     _, decoder = decode(network, method, budget, prompt, 39)
     budgets = [layer.budget for layer in decoder.cache.layers]
     assert sum(budgets) == 4 * budget
-    assert decoder.state.tally.attended == sum(min(layer, 40) for layer in budgets)
+    read, expected = decoder.state.tally.attended, sum(min(layer, 40) for layer in budgets)
+    assert 0 < read <= expected if name in AT_MOST else read == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        SnapKV("snapkv", window=3, kernel=3, interval=5),
+        RKV("rkv", window=3, kernel=3, interval=5),
+        H2O("h2o", interval=5),
+        KNorm("knorm", interval=5),
+    ],
+    ids=lambda method: method.name,
+)
+def test_between_evictions_the_cache_stays_below_budget_and_interval(
+    method: Method, network: LlamaForCausalLM, prompt: list[int]
+) -> None:
+    """60 steps at budget 10: after each, what is held is under budget + interval, and it is cut again and again."""
+    held = []
+    with Session(network) as session:
+        prefilled = session.prefill(prompt, observe=method.observes())
+        with prefilled.fork(method, 10) as decoder:
+            for token in [*prompt, *prompt[:20]]:
+                decoder.step(torch.tensor([[token]]))
+                held.append(max(layer.length for layer in decoder.cache.layers))
+    assert max(held) < 10 + 5
+    assert sum(after < before for before, after in itertools.pairwise(held)) >= 60 // 5 - 1
+
+
+@sparse
+@pytest.mark.parametrize("bits", [8, 2])
+def test_with_a_quantised_cache(name: str, bits: int, network: LlamaForCausalLM, prompt: list[int]) -> None:
+    """Combines with a method that keeps the whole cache; one that evicts while decoding is refused clearly."""
+    method, packing = ready(name, network), Packing(bits=bits, group=4, residual=4)
+    evicts = not isinstance(method, H2OMaskSim) and method.decoded.__func__ is not Method.decoded  # type: ignore[attr-defined]
+    evicts = evicts and not isinstance(method, SparQ)
+    with Session(network) as session:
+        prefilled = session.prefill(prompt[:33], observe=method.observes())
+        with prefilled.fork(method, 9) as decoder:
+            plain = [decoder.step(torch.tensor([[token]]))[0] for token in prompt[33:]]
+        with prefilled.fork(method, 9, packing=packing) as decoder:
+            if evicts:
+                with pytest.raises(UserError, match=r"cache.bits=\d .* evicts while decoding"):
+                    decoder.force(prompt[33:])
+                return
+            packed = [decoder.step(torch.tensor([[token]]))[0] for token in prompt[33:]]
+            assert decoder.cache.layers[0].segments[0].tokens >= 28
+    assert torch.isfinite(torch.stack(packed)).all()
+    assert not torch.equal(torch.stack(packed), torch.stack(plain))
+
+
+def test_full_kv_in_eight_bits_is_close_to_full_kv(network: LlamaForCausalLM, prompt: list[int]) -> None:
+    full, _ = decode(network, FullKV("fkv"), None, prompt, 33)
+    errors = []
+    with Session(network) as session:
+        prefilled = session.prefill(prompt[:33])
+        for bits in (8, 4, 2):
+            with prefilled.fork(FullKV("fkv"), None, packing=Packing(bits=bits, group=4, residual=4)) as decoder:
+                packed = torch.stack([decoder.step(torch.tensor([[token]]))[0] for token in prompt[33:]])
+            errors.append((packed - full[1:]).abs().mean().item())
+    assert errors[0] < 0.02
+    assert errors[0] < errors[1] < errors[2]
 
 
 def walk(thing: Any) -> list[Tensor]:

@@ -14,7 +14,7 @@ MISSING = "-"  # there is no such number for this run
 NOT_RUN = "not run"  # the task has this score, and this run has no example of it
 MIB = 2**20
 REALISED = ("attended_tokens", "cached_tokens", "sparse_steps")
-SETTINGS = ("model", "method", "task", "calibration", "seed", "limit")  # what may tell runs of one name apart
+SETTINGS = ("model", "method", "cache", "task", "calibration", "seed", "limit")  # what may tell runs of one name apart
 
 
 @dataclass(frozen=True)
