@@ -130,8 +130,10 @@ def test_h2o_leaves_dense_layers_and_unlimited_runs_alone() -> None:
         assert not layer.state
 
 
-def mask_sim_by_hand(text: Text, prompt: int, heavy: int, recent: int) -> list[list[list[int]]]:
-    """Positions that each head may read at each step, from the official mask arithmetic; one row per query head."""
+def mask_sim_by_hand(
+    text: Text, prompt: int, heavy: int, recent: int
+) -> tuple[list[list[list[int]]], list[list[float]]]:
+    """By the official mask arithmetic: positions that each query head may read at each step, and its last scores."""
     score = [[0.0] * prompt for _ in range(HEADS)]
     visible = [list(range(prompt)) for _ in range(HEADS)]
     for head in range(HEADS):
@@ -156,13 +158,13 @@ def mask_sim_by_hand(text: Text, prompt: int, heavy: int, recent: int) -> list[l
                 score[head].append(0.0)
                 for key, weight in text.weights(head, token, visible[head]).items():
                     score[head][key] += weight
-    return history
+    return history, score
 
 
 @pytest.mark.parametrize("prompt", [5, 8, 16])
 def test_h2o_mask_simulation_equals_the_mask_arithmetic(prompt: int) -> None:
     text, heavy, recent = Text(26), 4, 4
-    expected = mask_sim_by_hand(text, prompt, heavy, recent)
+    expected, scores = mask_sim_by_hand(text, prompt, heavy, recent)
     method, layer = H2OMaskSim("h2o", recent=recent + 1, heads="query_head"), text.prompt(prompt, heavy + recent + 1)
     method.prefill(layer, None)
     for step, token in enumerate(range(prompt, text.tokens)):
@@ -172,6 +174,7 @@ def test_h2o_mask_simulation_equals_the_mask_arithmetic(prompt: int) -> None:
             assert all(token - recent not in row for row in read)  # the token that is off by one
             assert len(read[0]) == heavy + recent
     assert layer.length == text.tokens  # nothing is evicted
+    torch.testing.assert_close(layer.state["mass"][0], torch.tensor(scores), rtol=1e-4, atol=1e-6)
     assert method.speed == "simulated"
     assert H2O.speed == "physical"
 
