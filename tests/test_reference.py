@@ -20,6 +20,8 @@ REFERENCE = {
     "method=oracle budget=64": (18.744, 24.607),
     "method=oracle budget=128": (17.594, 22.902),
     "method=streamingllm budget=128": (19.427, 25.361),
+    "method=quest budget=64 limit=1": (60.13,),
+    "method=quest budget=128 limit=1": (30.62,),
 }
 
 

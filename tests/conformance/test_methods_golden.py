@@ -37,9 +37,9 @@ def test_case(case: str) -> None:
         arrays = dict(archive)
     expected = {name: array for name, array in arrays.items() if name.startswith("exp_")}
     inputs = {name: array for name, array in arrays.items() if name not in expected}
-    if facts.get("expected_error"):  # the official code raises: ours may refuse, or do what the adapter explains
-        with contextlib.suppress(UserError, ValueError, AssertionError):
-            assert not adapter(inputs, facts["params"])
+    if facts.get("expected_error"):  # the official code raises: ours refuses it too, or simply works
+        with contextlib.suppress(UserError):
+            adapter(inputs, facts["params"])
         return
     found = adapter(inputs, facts["params"])
     assert expected
