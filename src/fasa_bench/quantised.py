@@ -28,14 +28,12 @@ class Quantised:
     """A table [b, H, n, d] of codes; never changed in place, so that forks of a cache can share it.
 
     codes [b, H, n, ceil(d * bits / 8)] uint8: a row is a token, its lowest channel in the lowest bits. scale, zero
-    [b, H, groups of tokens, groups of channels], in the table's own type. members [b, H, n] int32: the group of tokens
-    that each row belongs to; None while those are `group` consecutive rows each.
+    [b, H, groups of tokens, groups of channels], in the table's own type.
     """
 
     codes: Tensor
     scale: Tensor
     zero: Tensor
-    members: Tensor | None
     bits: int
     axis: Axis
     group: int
@@ -61,7 +59,7 @@ class Quantised:
         divisor = scale.float().clamp(min=torch.finfo(torch.float32).tiny)  # a constant group has scale 0
         steps = (blocks - lowest[:, :, :, None, :, None]) / divisor[:, :, :, None, :, None]
         codes = steps.round().clamp(0, 2**bits - 1).to(torch.uint8).flatten(4).flatten(2, 3)[:, :, :tokens, :dim]
-        return cls(_joined(codes, bits), scale, lowest.to(table.dtype), None, bits, axis, group, dim)
+        return cls(_joined(codes, bits), scale, lowest.to(table.dtype), bits, axis, group, dim)
 
     @property
     def tokens(self) -> int:
@@ -70,11 +68,11 @@ class Quantised:
     @property
     def tensors(self) -> list[Tensor]:
         """Every tensor that is held."""
-        return [self.codes, self.scale, self.zero, *([] if self.members is None else [self.members])]
+        return [self.codes, self.scale, self.zero]
 
     @property
     def nbytes(self) -> int:
-        """Bytes held: codes, scales, zeros, and members if there are any."""
+        """Bytes held: codes, scales and zeros."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def rows(self, slots: Tensor) -> Tensor:
@@ -93,51 +91,21 @@ class Quantised:
         for start in range(0, self.tokens, size):
             yield self.dense(start, start + size)
 
-    def take(self, slots: Tensor) -> Quantised:
-        """A table of the given tokens [b, heads, m] alone. Codes stay as they are: nothing is rounded a second time.
-
-        Under axis "channel" the tokens keep their groups, and a group with one token left costs as much as a full one.
-        """
-        codes, belongs = pick(self.codes, slots), self._members_of(slots)
-        if self.axis == "token":
-            return replace(self, codes=codes, scale=pick(self.scale, belongs), zero=pick(self.zero, belongs))
-        batch, heads = belongs.shape[:2]
-        used = torch.zeros(batch, heads, self.scale.shape[2], dtype=torch.bool, device=codes.device)
-        used.scatter_(2, belongs, True)
-        # each head's groups in use, in order, filled up with unused ones to the largest number of any head
-        left = used.int().argsort(dim=2, descending=True, stable=True)[:, :, : int(used.sum(2).max())]
-        members = (used.cumsum(2) - 1).gather(2, belongs).int()
-        return replace(self, codes=codes, scale=pick(self.scale, left), zero=pick(self.zero, left), members=members)
-
     def append(self, other: Quantised) -> Quantised:
-        """This table and then the other, which was packed with the same settings for the same heads."""
-        members = None
-        if self.axis == "channel" and (self.members is not None or self.tokens % self.group):
-            members = torch.cat([self._members, other._members + self.scale.shape[2]], dim=2).int()
-        codes, scale, zero = (
-            torch.cat([getattr(self, name), getattr(other, name)], dim=2) for name in ("codes", "scale", "zero")
-        )
-        return replace(self, codes=codes, scale=scale, zero=zero, members=members)
+        """This table and then the other, packed with the same settings. This one must end with a whole group."""
+        if self.tokens % self._tall:
+            raise ValueError(f"{self.tokens} tokens are not whole groups of {self.group}")
+        codes, scale, zero = (torch.cat(pair, dim=2) for pair in zip(self.tensors, other.tensors, strict=True))
+        return replace(self, codes=codes, scale=scale, zero=zero)
 
     @property
-    def _members(self) -> Tensor:
-        """The group of tokens of each row, [b, H, n]."""
-        if self.members is not None:
-            return self.members
-        tall = self.group if self.axis == "channel" else 1
-        return (torch.arange(self.tokens, device=self.codes.device) // tall).expand(*self.codes.shape[:2], -1)
-
-    def _members_of(self, slots: Tensor) -> Tensor:
-        """The group of tokens of the given rows, [b, heads, m]."""
-        if self.members is not None:
-            return pick(self.members[..., None], slots)[..., 0].long()
-        slots = slots // self.group if self.axis == "channel" else slots
-        return slots.expand(-1, max(slots.shape[1], self.codes.shape[1]), -1)
+    def _tall(self) -> int:
+        """Tokens of a group."""
+        return self.group if self.axis == "channel" else 1
 
     def _values(self, codes: Tensor, slots: Tensor) -> Tensor:
         """Numbers of the rows `slots`, whose codes these are: zero + code * scale, in float32 until the end."""
-        belongs = self._members_of(slots)
-        scale, zero = (pick(table, belongs).float() for table in (self.scale, self.zero))
+        scale, zero = (pick(table, slots // self._tall).float() for table in (self.scale, self.zero))
         if self.axis == "token":  # one scale for `group` channels
             scale, zero = (table.repeat_interleave(self.group, dim=-1)[..., : self.dim] for table in (scale, zero))
         return torch.addcmul(zero, _split(codes, self.bits, self.dim), scale).to(self.scale.dtype)
