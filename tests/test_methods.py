@@ -52,9 +52,11 @@ METHODS: dict[str, Callable[[], Method]] = {
     "sparq": lambda: SparQ("sparq"),
     "sparq_plain": lambda: SparQ("sparq", rank=4, local=2, reallocation=False),
     "loki": lambda: Loki("loki"),
+    "loki_pre": lambda: Loki("loki", r=3, rotary="pre"),
     "tova": lambda: Tova("tova", recent=1),
     "knorm": lambda: KNorm("knorm", recent=1),
     "random": lambda: Random("random"),
+    "random_all": lambda: Random("random", current=False),
     "streamingllm": lambda: StreamingLLM("streamingllm", start=2),
     "streamingllm_cache": lambda: StreamingLLM("streamingllm", start=2, positions="cache"),
 }
