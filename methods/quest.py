@@ -93,6 +93,7 @@ class Quest(Method):
         if first < layer.length - self.recent:
             keys = _keys(layer, first, layer.length - self.recent)
             least, most = (torch.cat(pair, 2) for pair in zip((least, most), _bounds(keys, keys.shape[2]), strict=True))
+        layer.read_bytes += least.nbytes + most.nbytes
         grouped = query[:, :, 0].unflatten(1, (layer.heads, -1))  # [b, H, G, d]
         return (grouped.clamp(min=0) @ most.mT + grouped.clamp(max=0) @ least.mT).flatten(1, 2)
 

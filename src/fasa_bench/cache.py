@@ -29,6 +29,7 @@ class KVLayer:
     prompt_queries, prompt_mass: what the attached methods observe of the prompt pass (fasa_bench.method.Observation).
     state: whatever tensors a method keeps for this layer and sequence; counted in the bytes. They may be views that
         several samples share: replace them, never write into them.
+    read_bytes: keys and values read so far by `dot`, `mix` and `gather`, and what a method adds for its own index.
 
     Tokens lie in segments: frozen ones (a prompt that several samples share, packed rows), then the layer's own rows.
     """
@@ -42,6 +43,7 @@ class KVLayer:
         self.prompt_queries: Tensor | None = None
         self.prompt_mass: Tensor | None = None
         self.state: dict[str, Tensor] = {}
+        self.read_bytes = 0
         self._frozen: list[Segment] = []
         self._own: Rows | None = None
         self._samples = 1
@@ -102,12 +104,14 @@ class KVLayer:
 
     def dot(self, query: Tensor) -> Tensor:
         """Products of each query head with the keys of its KV head, unscaled: [b, Hq, q, d] -> [b, Hq, q, n]."""
+        self.read_bytes += sum(segment.key_bytes for segment in self.segments)
         parts = [segment.dot(query) for segment in self.segments]
         return torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
 
     def mix(self, weights: Tensor) -> Tensor:
         """Values of each query head's KV head, summed with these weights: [b, Hq, q, n] -> [b, Hq, q, d]."""
         segments = self.segments
+        self.read_bytes += sum(segment.value_bytes for segment in segments)
         parts = weights.split([segment.tokens for segment in segments], dim=-1)
         return functools.reduce(torch.add, (segment.mix(part) for segment, part in zip(segments, parts, strict=True)))
 
@@ -116,6 +120,11 @@ class KVLayer:
 
         `heads` is 1, H, or a multiple of H (query heads: head h reads KV head h // G).
         """
+        keys, values = self._gathered(slots)
+        self.read_bytes += keys.nbytes + values.nbytes
+        return keys, values
+
+    def _gathered(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         segments = [segment for segment in self.segments if segment.tokens]
         keys, values = segments[0].pick(slots.clamp(max=segments[0].tokens - 1) if len(segments) > 1 else slots)
         start = segments[0].tokens
@@ -179,7 +188,7 @@ class KVLayer:
             raise UserError.of("cache.bits", self._packing.bits, f"must be {allowed}")
         slots = slots.expand(self.batch, -1, -1)
         positions = self.positions_of(slots)
-        keys, values = self.gather(slots)
+        keys, values = self._gathered(slots)
         self._frozen, self._own = [], Rows.of(keys, values, positions, spare=1)
 
     def pack(self, packing: Packing) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import importlib.util
 from collections.abc import Iterator
@@ -55,6 +56,7 @@ def identity_of(
     }
 
 
+@functools.cache
 def code_fingerprint(*modules: str) -> str:
     """Hash of the code of these modules and of all that they import from this package.
 

@@ -171,6 +171,7 @@ def _row(prefilled: Prefilled, decoder: Decoder, example: Example, prediction: P
         "host_bytes": decoder.peak_host_bytes,
         "attended_tokens": tally.attended / per_step,
         "cached_tokens": tally.cached / per_step,
+        "read_bytes": round(decoder.read_bytes / max(steps, 1)),
         "layer_steps": tally.layer_steps,
         "sparse_steps": sum(tally.sparse.values()),
         "sparse_steps_by_layer": [tally.sparse[index] for index in sorted(tally.sparse)],
@@ -212,6 +213,7 @@ def summarise(job: Job, name: str, rows: list[dict[str, Any]], status: str) -> d
         "realised": {
             "attended_tokens": per_layer_step("attended_tokens"),
             "cached_tokens": per_layer_step("cached_tokens"),
+            "read_bytes": per_layer_step("read_bytes"),
             "sparse_steps": sum(row["sparse_steps"] for row in rows),
             "sparse_steps_by_layer": [
                 sum(layer) for layer in zip(*(r["sparse_steps_by_layer"] for r in rows), strict=False)

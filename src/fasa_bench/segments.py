@@ -63,6 +63,16 @@ class Segment(Protocol):
         ...
 
     @property
+    def key_bytes(self) -> int:
+        """Bytes that all keys take."""
+        ...
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes that all values take."""
+        ...
+
+    @property
     def keys(self) -> Tensor:
         """[b or 1, H, tokens, d]."""
         ...
@@ -128,6 +138,14 @@ class Rows:
     @property
     def device(self) -> torch.device:
         return self.buffer.keys.device
+
+    @property
+    def key_bytes(self) -> int:
+        return self.keys.nbytes
+
+    @property
+    def value_bytes(self) -> int:
+        return self.values.nbytes
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -210,6 +228,14 @@ class Packed:
     @property
     def device(self) -> torch.device:
         return self.positions.device
+
+    @property
+    def key_bytes(self) -> int:
+        return self._keys.nbytes
+
+    @property
+    def value_bytes(self) -> int:
+        return self._values.nbytes
 
     @property
     def tensors(self) -> list[Tensor]:

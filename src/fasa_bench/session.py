@@ -126,8 +126,14 @@ class Decoder:
                 self.method.prefill(layer, query)
                 layer.prompt_queries = layer.prompt_mass = None  # the prompt's own copy stays
                 layer.pack(packing)
+                layer.read_bytes = 0  # counted from the first decode step on
         self.compress_seconds = self.state.clock.seconds.pop("compress")
         self._note_bytes()
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of keys, values and indices that all decode steps read, over all layers."""
+        return sum(layer.read_bytes for layer in self.cache.layers)
 
     def expand(self, samples: int) -> None:
         """Go on with `samples` sequences instead of one."""

@@ -1,0 +1,124 @@
+"""The formulas of docs/methods.md against the counters: bytes held, and bytes read at a step, for every method."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from fasa_bench.methods.full import FullKV
+from fasa_bench.segments import BLOCK, Packing
+from fasa_bench.session import Session
+from tests.test_methods import METHODS, ready
+
+H, HQ, D, E = 2, 4, 16, 4  # KV heads, query heads, head dimension, bytes a number
+N, B = 35, 10  # tokens at the step that is measured, budget
+ROW = D * E  # a key or a value of one head
+
+# bytes that the torch code reads at one step of one layer
+ALL = 2 * H * N * ROW
+KEYS = H * N * ROW  # whole keys multiplied to choose
+CHOSEN = {"query": 2 * HQ * B * ROW, "kv": 2 * H * B * ROW}  # exact attention over the budget
+PAGES, LAST = 8, N % 4  # full pages of 4 tokens, tokens of the newest one
+BOUNDS = 2 * H * (PAGES + 1) * ROW + 2 * H * LAST * ROW  # of all pages; the newest one's come from its rows
+READ = {
+    "oracle": KEYS + CHOSEN["query"],
+    "fasa_c": KEYS + CHOSEN["query"],
+    "fasa_plus": KEYS + CHOSEN["kv"],
+    "loki": KEYS + CHOSEN["query"],
+    "sparq": KEYS + CHOSEN["kv"] + 2 * 2 * H * ROW,  # the newest value, for the mean
+    "sparq_plain": KEYS + CHOSEN["kv"],
+    "random": CHOSEN["kv"],
+    "quest": BOUNDS + 2 * HQ * 8 * ROW,  # two pages; a slot of -1 is read as row 0
+    "streamingllm": 2 * H * B * ROW,
+    "tova": 2 * H * B * ROW,
+    "knorm": 2 * H * B * ROW,
+    "h2o": 2 * H * B * ROW,
+    "h2o_query_head": 2 * HQ * B * ROW,
+    "snapkv": 2 * H * B * ROW + 0,
+    "snapkv_query_head": 2 * HQ * B * ROW,
+    "rkv": 2 * H * B * ROW,
+}
+# and what evicting methods multiply to choose, once an interval (here: every step)
+READ |= {name: READ[name] + H * B * ROW for name in ("snapkv", "rkv")}
+READ["snapkv_query_head"] += HQ * B * ROW
+
+
+def rows(n: int) -> int:
+    """Rows that a buffer for n tokens has."""
+    return -(-n // BLOCK) * BLOCK
+
+
+def cache(heads: int, n: int, position_heads: int = 1) -> int:
+    """Keys, values and positions of one layer."""
+    return rows(n) * (2 * heads * ROW + 8 * position_heads)
+
+
+HELD = {
+    "oracle": cache(H, N),
+    "fasa_plus": cache(H, N),
+    "random": cache(H, N),
+    "loki": cache(H, N),
+    "sparq": cache(H, N) + 4 * H * D + 4 * HQ,
+    "quest": cache(H, N) + 2 * H * PAGES * ROW,
+    "streamingllm": cache(H, B - 1),
+    "tova": cache(H, B - 1),
+    "knorm": cache(H, B - 1, H),
+    "h2o": cache(H, B - 1, H) + 4 * HQ * (B - 1),
+    "h2o_query_head": cache(HQ, B - 1, HQ) + 4 * HQ * (B - 1),
+    "snapkv": cache(H, B - 1, H) + HQ * 3 * ROW,
+    "snapkv_query_head": cache(HQ, B - 1, HQ) + HQ * 3 * ROW,
+    "rkv": cache(H, B - 1, H) + HQ * 3 * ROW,
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_bytes_read_at_a_step(name: str, network: LlamaForCausalLM, prompt: list[int]) -> None:
+    method = ready(name, network)
+    with Session(network) as session:
+        prefilled = session.prefill(prompt[: N - 2], observe=method.observes())
+        with prefilled.fork(method, B) as decoder:
+            decoder.step(torch.tensor([[prompt[N - 2]]]))
+            before = decoder.read_bytes
+            decoder.step(torch.tensor([[prompt[N - 1]]]))
+            assert decoder.read_bytes - before == 2 * READ[name]  # two layers
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_bytes_held_after_a_step(name: str, network: LlamaForCausalLM, prompt: list[int]) -> None:
+    method = ready(name, network)
+    with Session(network) as session:
+        prefilled = session.prefill(prompt[: N - 1], observe=method.observes())
+        with prefilled.fork(method, B) as decoder:
+            decoder.step(torch.tensor([[prompt[N - 1]]]))
+            assert decoder.cache.device_bytes == 2 * HELD[name]
+
+
+def test_full_kv_reads_everything(network: LlamaForCausalLM, prompt: list[int]) -> None:
+    with Session(network) as session, session.prefill(prompt[: N - 1]).fork(FullKV("fkv"), None) as decoder:
+        decoder.step(torch.tensor([[prompt[N - 1]]]))
+        assert decoder.read_bytes == 2 * ALL
+        assert decoder.cache.device_bytes == 2 * cache(H, N)
+
+
+def test_a_packed_token_takes_what_the_formula_says(
+    network_of: Callable[..., LlamaForCausalLM], prompt: list[int]
+) -> None:
+    """Per KV head ceil(d bits / 8) + 2 d e / group for a key, ceil(d bits / 8) + 2 ceil(d / group) e for a value."""
+    network, bits, group = network_of(layers=1), 4, 8
+    packing = Packing(bits=bits, group=group, residual=4)
+    with Session(network) as session:
+        prefilled = session.prefill(prompt[:36])
+        with prefilled.fork(FullKV("fkv"), None, packing=packing) as decoder:
+            packed = decoder.cache.layers[0].segments[0]
+            assert packed.tokens == 32
+            code = -(-D * bits // 8)
+            assert packed.key_bytes == H * 32 * (code + 2 * ROW // group)
+            assert packed.value_bytes == H * 32 * (code + 2 * -(-D // group) * E)
+
+
+def test_every_method_of_the_list_is_held_against_its_formula() -> None:
+    variants = {name.split("_")[0] for name in METHODS} - {"fasa"}
+    assert variants <= {name.split("_")[0] for name in READ}
