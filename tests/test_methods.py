@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from fasa_bench.attention import reading
 from fasa_bench.cache import KVLayer
 from fasa_bench.errors import UserError
 from fasa_bench.method import Method, check_budget, group_softmax, resolve_budget, resolve_count, top_slots
@@ -208,6 +209,54 @@ def test_reported_bytes_are_those_held(name: str, network: LlamaForCausalLM, pro
             for tensor in found:
                 held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         assert decoder.cache.device_bytes == sum(held.values())
+
+
+@sparse
+def test_a_question_in_one_call_equals_token_by_token(name: str, network: LlamaForCausalLM, prompt: list[int]) -> None:
+    """After the method has acted on the prompt, eight tokens at once and one at a time."""
+    method = ready(name, network)
+    with Session(network) as session:
+        prefilled = session.prefill(prompt[:32], observe=method.observes())
+        with prefilled.fork(method, 9) as decoder:
+            single = [decoder.step(torch.tensor([[token]])) for token in prompt[32:]][-1]
+            lengths = [layer.length for layer in decoder.cache.layers]
+        with prefilled.fork(method, 9) as decoder:
+            together = decoder.step(torch.tensor([prompt[32:]]))
+            assert [layer.length for layer in decoder.cache.layers] == lengths
+    torch.testing.assert_close(together, single, atol=1e-5, rtol=1e-5)
+
+
+@sparse
+def test_the_unused_tail_of_a_buffer_is_never_read(name: str, network: LlamaForCausalLM, prompt: list[int]) -> None:
+    method = ready(name, network)
+
+    def run(poison: float) -> Tensor:
+        with Session(network) as session:
+            prefilled = session.prefill(prompt[:33], observe=method.observes(), reserve=20)
+            with prefilled.fork(method, 9) as decoder:
+                for token in prompt[33:]:
+                    for layer in decoder.cache.layers:
+                        assert layer._own is not None
+                        layer._own.buffer.keys[:, :, layer._own.tokens :] = poison
+                        layer._own.buffer.values[:, :, layer._own.tokens :] = poison
+                    decoder.step(torch.tensor([[token]]))
+                return decoder.logits
+
+    assert torch.equal(run(1e4), run(0.0))
+
+
+@sparse
+def test_a_manual_forward_without_position_ids_goes_on_at_the_true_position(
+    name: str, network: LlamaForCausalLM, prompt: list[int]
+) -> None:
+    method, ids = ready(name, network), torch.tensor([[3]])
+    with Session(network) as session:
+        prefilled = session.prefill(prompt, observe=method.observes())
+        with prefilled.fork(method, 9) as decoder:
+            expected = decoder.step(ids)
+        with prefilled.fork(method, 9) as decoder, reading(decoder.state):
+            found = network(ids, past_key_values=decoder.cache).logits[:, -1]
+    assert torch.equal(found, expected)
 
 
 @sparse
