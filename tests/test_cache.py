@@ -104,6 +104,7 @@ def test_cache_tells_the_true_length_after_eviction() -> None:
     assert cache.get_seq_length() == 40
     assert cache.get_mask_sizes(1, 0) == (41, 0)
     assert cache.get_mask_sizes(torch.arange(40, 42), 0) == (42, 0)  # transformers 4 passes cache_position
+    assert cache.is_compileable is False
 
 
 def test_samples_share_the_prompt_and_diverge() -> None:

@@ -89,6 +89,9 @@ def test_a_finished_run_is_not_computed_again(make: Any, monkeypatch: pytest.Mon
     monkeypatch.setattr(Model, "network", property(fail))
     assert runner.run(make("method=oracle", "limit=1")) == folder
     assert (folder / "summary.json").read_bytes() == before
+    (folder / "predictions.jsonl").write_text("")  # the rows are gone: then it is not complete
+    with pytest.raises(AssertionError, match="computed again"):
+        runner.run(make("method=oracle", "limit=1"))
 
 
 def test_an_interrupted_run_goes_on_where_it_stopped(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,6 +164,9 @@ def test_full_kv_takes_no_budget_and_is_run_once(make: Any) -> None:
 
 
 WRONG = {
+    "+nokey=3": "nokey=3 is not allowed: unknown key",
+    "results_dir=null": "results_dir=None .* path of a folder",
+    "results_dir=1e5": "results_dir=100000.0",
     "cache.bits=3": "cache.bits=3 .* 16",
     "budget=0": "budget=0 is not allowed",
     "budget=abc": "budget='abc'",
@@ -190,6 +196,8 @@ def test_bad_input_is_one_clear_error(make: Any, line: str) -> None:
 def test_bad_input_that_shows_later(make: Any, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"method.n_tip=9 .* from 1 to 8"):
         runner.run(make("method=fasa", "method.n_tip=9"))
+    with pytest.raises(UserError, match=r"method.dense_layers=2 .* 0 to 1"):
+        runner.run(make("method=oracle", "method.dense_layers=[0,2]"))
     with pytest.raises(UserError, match=r"task.context=5000 .* at most 2048"):
         runner.run(make("method=fkv", "task.context=5000"))
     with pytest.raises(UserError, match=r"calibration\.file"):

@@ -264,6 +264,11 @@ class Cache(transformers.Cache):
 
     get_max_cache_shape = get_max_length  # its name before 5.x
 
+    @property
+    def is_compileable(self) -> bool:
+        """Asked before 5.x."""
+        return False
+
     def fork(self) -> Cache:
         return Cache([layer.fork() for layer in self.layers])
 

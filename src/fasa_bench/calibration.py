@@ -56,6 +56,7 @@ class Calibration:
     notes: ClassVar[dict[str, str]] = {
         "k": "paper 256 (Table 5 varies it); authors' code takes the budget, or 1024 where it made no such artefact",
         "text": "paper: one Qasper sample or one MATH500 question; ours: Python's documentation unless a text is given",
+        "prefill": "paper: one sample, length not stated; authors' code up to 8 samples; ours 1,024 tokens of one",
         "decode": "paper: tokens the full-KV model generates; ours: the sample's own next tokens (teacher forcing)",
     }
 

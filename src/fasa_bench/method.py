@@ -1,4 +1,4 @@
-"""What a method is: three hooks on one layer, and the meaning of a budget."""
+"""What a method is: a few hooks on one layer, and the meaning of a budget."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run jobs that share a model and a task: each prompt is prefilled once, then every job decodes from a fork of it."""
+"""Run one job: each prompt is prefilled once and densely, decoded with the job's method, scored and stored."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ from fasa_bench.tracking import Tracker
 
 log = logging.getLogger("fasa_bench")
 
+KEYS = ("budget", "seed", "limit", "results_dir", "cache", "calibration", "model", "method", "task", "logger")
+
 
 @dataclass
 class Job:
@@ -49,7 +51,12 @@ class Job:
     def of(cls, cfg: DictConfig) -> Job:
         """Check a composed config as far as that goes without loading weights."""
         config: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
-        limit, seed = config["limit"], config["seed"]
+        for key in config:
+            if key not in KEYS:
+                raise UserError.of(key, config[key], f"unknown key; known keys are {', '.join(KEYS)}")
+        limit, seed, results_dir = config["limit"], config["seed"], config["results_dir"]
+        if not isinstance(results_dir, str) or not results_dir:
+            raise UserError.of("results_dir", results_dir, "must be the path of a folder")
         if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
             raise UserError.of("limit", limit, "must be an integer of at least 1, or null for all examples")
         if not isinstance(seed, int) or isinstance(seed, bool):
@@ -64,7 +71,7 @@ class Job:
             budget=check_budget(config["budget"], method),
             packing=build("cache", config["cache"], Packing),
             limit=limit,
-            results_dir=Path(str(config["results_dir"])),
+            results_dir=Path(results_dir),
         )
 
     @property
@@ -80,6 +87,14 @@ class Job:
             seed=self.config["seed"],
             limit=self.limit,
         )
+
+    def prepare(self) -> None:
+        """What needs the model: check layers, calibrate the method."""
+        layers = self.model.config.num_hidden_layers
+        for layer in self.method.dense_layers:
+            if not 0 <= layer < layers:
+                raise UserError.of("method.dense_layers", layer, f"layers of {self.model.name} are 0 to {layers - 1}")
+        self.method.prepare(self.model, self.calibration)
 
     @property
     def deviations(self) -> dict[str, dict[str, Any]]:
@@ -111,7 +126,7 @@ def run(job: Job) -> Path:
                 raise UserError("the task has no examples")
             waiting = [example for example in examples if example.id not in store.done]
             if waiting:
-                job.method.prepare(job.model, job.calibration)
+                job.prepare()
                 with Session(job.model.network, job.model.prefill_backend) as session:
                     for example in _progress(waiting, examples, job):
                         row = evaluate(session, job, example)
@@ -153,7 +168,8 @@ def _decode(decoder: Decoder, model: Model, example: Example) -> Prediction:
 
 
 def _row(prefilled: Prefilled, decoder: Decoder, example: Example, prediction: Prediction) -> dict[str, Any]:
-    tally, steps = decoder.state.tally, len(decoder.step_seconds)
+    tally, steps, timed = decoder.state.tally, len(decoder.step_seconds), len(decoder.timed_steps)
+    stages = decoder.state.clock.seconds
     per_step = max(tally.layer_steps, 1)
     return {
         "id": example.id,
@@ -166,7 +182,7 @@ def _row(prefilled: Prefilled, decoder: Decoder, example: Example, prediction: P
         "prefill_s": round(prefilled.seconds, 6),
         "compress_s": round(decoder.compress_seconds, 6),
         "step_ms": [round(1e3 * seconds, 3) for seconds in decoder.timed_steps],
-        "stages_ms": {key: round(1e3 * value / max(steps, 1), 4) for key, value in decoder.state.clock.seconds.items()},
+        "stages_ms": {name: round(1e3 * value / timed, 4) for name, value in stages.items()} if timed else {},
         "device_bytes": decoder.peak_device_bytes,
         "host_bytes": decoder.peak_host_bytes,
         "attended_tokens": tally.attended / per_step,
@@ -182,6 +198,9 @@ def summarise(job: Job, name: str, rows: list[dict[str, Any]], status: str) -> d
     """summary.json of these rows; every number comes from them, so that a resumed run gives the same."""
     steps = [ms for row in rows for ms in row["step_ms"]]
     layer_steps = sum(row["layer_steps"] for row in rows)
+
+    def stage_mean(name: str) -> float:
+        return sum(row["stages_ms"].get(name, 0.0) * len(row["step_ms"]) for row in rows) / len(steps)
 
     def mean(key: str) -> float | None:
         return sum(row[key] for row in rows) / len(rows) if rows else None
@@ -203,7 +222,7 @@ def summarise(job: Job, name: str, rows: list[dict[str, Any]], status: str) -> d
             "prefill_s": mean("prefill_s"),
             "compress_s": mean("compress_s"),
             "decode_ms_per_token": quantiles(steps),
-            "stages": {stage: sum(row["stages_ms"].get(stage, 0.0) for row in rows) / len(rows) for stage in stages},
+            "stages": {stage: stage_mean(stage) for stage in stages},
         },
         "memory": {
             "device_bytes": max((row["device_bytes"] for row in rows), default=None),
@@ -236,7 +255,8 @@ def _peak_bytes(model: Model) -> int:
 
 def _is_complete(folder: Path) -> bool:
     try:
-        return load_run(folder).summary.get("status") == "complete"
+        run = load_run(folder)
+        return run.summary.get("status") == "complete" and run.summary.get("examples") == len(run.rows)
     except (OSError, ValueError):
         return False
 

@@ -153,6 +153,8 @@ class Decoder:
             self.logits = self.session.forward(token_ids, self.position + steps, self.cache, self.padding)
         self.position = self.position + token_ids.shape[1]
         self.step_seconds.append(self.state.clock.seconds.pop("step"))
+        if len(self.step_seconds) == 1:  # warm-up: its stages are not counted either
+            self.state.clock.seconds.clear()
         self._note_bytes()
         return self.logits
 
