@@ -185,6 +185,14 @@ class Model:
         listed = ends if isinstance(ends, list | tuple) else [ends]
         return tuple(sorted({int(end) for end in [*listed, self.tokenizer.eos_token_id] if end is not None}))
 
+    @cached_property
+    def sampling_defaults(self) -> dict[str, Any]:
+        """do_sample, temperature, top_p and top_k where the checkpoint's generation_config.json sets them."""
+        path = None if self._is_random else self._files(weights=False) / "generation_config.json"
+        given = json.loads(path.read_text(encoding="utf-8")) if path and path.is_file() else {}
+        names = ("do_sample", "temperature", "top_p", "top_k")
+        return {name: given[name] for name in names if given.get(name) is not None}
+
     @property
     def has_chat_template(self) -> bool:
         return self.tokenizer.chat_template is not None
@@ -231,6 +239,7 @@ class Model:
             "device": self._home.type,
             "max_input": self.max_input,
             "end_token_ids": self.end_token_ids,
+            "sampling_defaults": self.sampling_defaults,
         }
 
     @property

@@ -7,7 +7,7 @@ import logging
 import resource
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from fasa_bench.identity import identity_of
 from fasa_bench.method import Method, check_budget
 from fasa_bench.models import Model, ModelSpec
 from fasa_bench.segments import Packing
-from fasa_bench.session import Decoder, Prefilled, Session
+from fasa_bench.session import Decoder, Generation, Prefilled, Session
 from fasa_bench.statistics import quantiles
 from fasa_bench.store import RunStore, load_run, run_id
 from fasa_bench.task import Example, Prediction, Task
@@ -149,8 +149,11 @@ def run(job: Job) -> Path:
 def evaluate(session: Session, job: Job, example: Example) -> dict[str, Any]:
     """Prefill, decode and score one example: its row."""
     length = len(example.target_ids) if example.target_ids is not None else example.max_new_tokens
+    samples = 1
+    if example.sampling:
+        samples, length = len(example.sampling.seeds), 0  # most answers end far below the limit: room grows with them
     prefilled = session.prefill(example.prompt_ids, observe=job.method.observes(), reserve=length)
-    with prefilled.fork(job.method, job.budget, packing=job.packing) as decoder:
+    with prefilled.fork(job.method, job.budget, samples, packing=job.packing) as decoder:
         prediction = _decode(decoder, job.model, example)
         row = _row(prefilled, decoder, example, prediction)
     row["scores"] = job.task.score(example, prediction)
@@ -162,7 +165,14 @@ def _decode(decoder: Decoder, model: Model, example: Example) -> Prediction:
         losses = decoder.force(example.target_ids)
         return Prediction(example.target_ids, "", "forced", losses)
     ends = [*model.end_token_ids, *example.stop_token_ids]
-    answer = decoder.generate(example.max_new_tokens, ends, example.min_new_tokens)
+    if example.sampling:
+        answers = decoder.sample(example.sampling, example.max_new_tokens, ends, example.min_new_tokens)
+        samples = [_prediction(model, answer) for answer in answers]
+        return replace(samples[0], samples=samples)
+    return _prediction(model, decoder.generate(example.max_new_tokens, ends, example.min_new_tokens))
+
+
+def _prediction(model: Model, answer: Generation) -> Prediction:
     text = model.tokenizer.decode(answer.token_ids, skip_special_tokens=True)
     return Prediction(answer.token_ids, text, answer.finish_reason)
 
@@ -173,11 +183,9 @@ def _row(prefilled: Prefilled, decoder: Decoder, example: Example, prediction: P
     per_step = max(tally.layer_steps, 1)
     return {
         "id": example.id,
-        "prediction": prediction.text,
-        "finish_reason": prediction.finish_reason,
+        **_answers(prediction),
         "fields": example.fields,
         "prompt_tokens": len(example.prompt_ids),
-        "generated_tokens": len(prediction.token_ids),
         "budget_tokens": decoder.cache.layers[0].budget,
         "prefill_s": round(prefilled.seconds, 6),
         "compress_s": round(decoder.compress_seconds, 6),
@@ -191,6 +199,23 @@ def _row(prefilled: Prefilled, decoder: Decoder, example: Example, prediction: P
         "layer_steps": tally.layer_steps,
         "sparse_steps": sum(tally.sparse.values()),
         "sparse_steps_by_layer": [tally.sparse[index] for index in sorted(tally.sparse)],
+    }
+
+
+def _answers(prediction: Prediction) -> dict[str, Any]:
+    """Text, finish reason and length of the answer; lists of them, one item a sample, if answers were drawn."""
+    samples = prediction.samples
+    if not samples:
+        return {
+            "prediction": prediction.text,
+            "finish_reason": prediction.finish_reason,
+            "generated_tokens": len(prediction.token_ids),
+        }
+    return {
+        "prediction": [sample.text for sample in samples],
+        "finish_reason": [sample.finish_reason for sample in samples],
+        "generated_tokens": [len(sample.token_ids) for sample in samples],
+        "truncated": [sample.finish_reason == "length" for sample in samples],
     }
 
 

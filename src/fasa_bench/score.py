@@ -23,8 +23,12 @@ Scorer = Callable[[Path], tuple[dict[str, Any], list[str]]]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0, or 1 after one line on stderr about bad input (2 for wrong usage)."""
     parser = argparse.ArgumentParser(prog="python -m fasa_bench.score", description="Official scores of predictions.")
-    parser.add_argument("benchmark", help="such as longbench")
-    parser.add_argument("path", type=Path, help="longbench: folder of <dataset>.jsonl in the official format")
+    parser.add_argument("benchmark", help="such as longbench or math")
+    parser.add_argument(
+        "path",
+        type=Path,
+        help='longbench: folder of <dataset>.jsonl in the official format; math: JSONL of "answer" and "pred" or "preds"',
+    )
     given = parser.parse_args(arguments)
     try:
         scores, notes = _scorer(given.benchmark)(given.path)

@@ -19,7 +19,9 @@ from fasa_bench.cache import Cache
 from fasa_bench.clock import Clock
 from fasa_bench.errors import UserError
 from fasa_bench.method import Method, Observation, resolve_budget
+from fasa_bench.sampling import Sampler
 from fasa_bench.segments import Packing
+from fasa_bench.task import Sampling
 
 
 @dataclass
@@ -189,9 +191,39 @@ class Decoder:
                 self.step(torch.tensor([[token]]))
         return Generation(chosen, "length")
 
+    def sample(
+        self, sampling: Sampling, max_new_tokens: int, end_token_ids: Sequence[int], min_new_tokens: int = 0
+    ) -> list[Generation]:
+        """Draw one answer for each seed, all in one batch: of a fork with as many samples. Ends as in `generate`.
+
+        An answer that has ended is fed its end token again until the last one ends.
+        """
+        ends = torch.tensor(sorted(set(end_token_ids)), dtype=torch.long, device=self.logits.device)
+        sampler = Sampler(sampling, self.logits.device)
+        ended = torch.zeros(len(sampling.seeds), dtype=torch.bool, device=self.logits.device)
+        chosen: list[Tensor] = []
+        while len(chosen) < max_new_tokens and not ended.all():
+            if chosen:
+                self.step(chosen[-1][:, None])
+            logits = self.logits
+            if len(chosen) < min_new_tokens:
+                logits = logits.index_fill(1, ends, float("-inf"))
+            tokens = sampler.choose(logits)
+            chosen.append(torch.where(ended, chosen[-1], tokens) if chosen else tokens)
+            ended |= torch.isin(chosen[-1], ends)
+        answers = torch.stack(chosen, dim=1).tolist() if chosen else [[] for _ in sampling.seeds]
+        return [_until_end(answer, set(end_token_ids)) for answer in answers]
+
     def _note_bytes(self) -> None:
         self.peak_device_bytes = max(self.peak_device_bytes, self.cache.device_bytes)
         self.peak_host_bytes = max(self.peak_host_bytes, self.cache.host_bytes)
+
+
+def _until_end(token_ids: list[int], ends: set[int]) -> Generation:
+    for length, token in enumerate(token_ids, start=1):
+        if token in ends:
+            return Generation(token_ids[:length], "stop")
+    return Generation(token_ids, "length")
 
 
 class Session:

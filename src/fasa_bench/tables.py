@@ -127,7 +127,7 @@ def machine(run: Run) -> str:
 
 
 def lower_is_better(metric: str) -> bool:
-    return "perplexity" in metric
+    return "perplexity" in metric or metric == "truncated"
 
 
 # --- text

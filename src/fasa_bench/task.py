@@ -13,6 +13,20 @@ Metric = dict[str, float | int | None]  # {"value", "ci_low", "ci_high", "n"}; N
 
 
 @dataclass
+class Sampling:
+    """How several answers to one prompt are drawn: one for each of `seeds`, all decoded together.
+
+    temperature: 0 is greedy. top_p, top_k: only the most likely tokens that reach this probability together, and at
+    most so many; 1.0 and 0 leave all.
+    """
+
+    seeds: list[int]
+    temperature: float
+    top_p: float = 1.0
+    top_k: int = 0
+
+
+@dataclass
 class Example:
     """One unit of work: a prompt, then either free generation or a given continuation that is scored.
 
@@ -21,6 +35,7 @@ class Example:
         log-likelihoods are the prediction. The first of them is predicted by the dense prompt pass.
     stop_token_ids: end generation besides the model's own end tokens.
     min_new_tokens: end tokens cannot be chosen before this many tokens.
+    sampling: if given, several answers are drawn; else there is one, and it is greedy.
     fields: what the task wants stored in the row (data set, answers, prompt hash, ...); JSON types only.
     """
 
@@ -30,6 +45,7 @@ class Example:
     max_new_tokens: int = 0
     min_new_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    sampling: Sampling | None = None
     fields: dict[str, Any] = field(default_factory=dict)
 
 
@@ -38,12 +54,14 @@ class Prediction:
     """What decoding gave: token_ids and text are the generated part only, without the prompt.
 
     nll: negative log-likelihood (nats) of each target id when the example was teacher-forced, else None.
+    samples: all answers of an example with `sampling`; the fields above are then those of the first.
     """
 
     token_ids: list[int]
     text: str
     finish_reason: Literal["stop", "length", "forced"]
     nll: list[float] | None = None
+    samples: list[Prediction] = field(default_factory=list)
 
 
 @dataclass
