@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "path",
         type=Path,
-        help='longbench: folder of <dataset>.jsonl in the official format; math: JSONL of "answer" and "pred" or "preds"',
+        help='longbench: folder of official <dataset>.jsonl; math: JSONL of "answer" and "pred" or "preds"',
     )
     given = parser.parse_args(arguments)
     try:
