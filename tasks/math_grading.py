@@ -115,9 +115,13 @@ class Grader:
             self._idle.put(worker)
 
 
-@functools.cache
 def grader() -> Grader:
-    """The process-wide grader; its processes end with this one."""
+    """The grader of this process; its own processes end with it."""
+    return _grader(os.getpid())  # a forked process must not talk over its parent's pipes
+
+
+@functools.cache
+def _grader(pid: int) -> Grader:
     shared = Grader()
     atexit.register(shared.close)
     return shared
