@@ -118,11 +118,13 @@ class MathTask(Task):
         return hashlib.sha256(data.find(self.data_file, self.source).read_bytes()).hexdigest()
 
     def score(self, example: Example, prediction: Prediction) -> dict[str, Any]:
-        """One item an answer: correct and truncated (0 | 1), box, decode_tokens; and prefill_tokens, a number."""
+        """score: share of right answers. One item an answer: correct and truncated (0 | 1), box, decode_tokens."""
         texts = [sample.text for sample in prediction.samples]
         boxes = [last_box(text) for text in texts]
+        correct = [int(right) for right in grader().grade(texts, example.fields["answer"])]
         return {
-            "correct": [int(right) for right in grader().grade(texts, example.fields["answer"])],
+            "score": pass_at_k(correct, 1),
+            "correct": correct,
             "truncated": [int(sample.finish_reason == "length") for sample in prediction.samples],
             "box": [None if box is None else box[:SHOWN] for box in boxes],
             "prefill_tokens": len(example.prompt_ids),

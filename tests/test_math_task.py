@@ -134,6 +134,7 @@ def test_scores_are_per_answer(model: Model, problems: str) -> None:
     half = list(made.examples(model, None))[1]
     scores = made.score(half, predicted(r"\boxed{0.5}", r"\boxed{\frac12}", r"\boxed{2}", "0.5", cut=1))
     assert scores == {
+        "score": 0.5,
         "correct": [1, 1, 0, 0],
         "truncated": [0, 0, 0, 1],
         "box": ["0.5", r"\frac12", "2", None],
