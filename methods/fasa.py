@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fasa_bench.cache import KVLayer
 from fasa_bench.errors import UserError
-from fasa_bench.method import Method, group_softmax, resolve_count, top_slots
+from fasa_bench.method import TopTokens, group_softmax, resolve_count
 from fasa_bench.rope import Pairing
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ Granularity = Literal["query_head", "kv_head"]
 
 
 @dataclass
-class FasaC(Method):
+class FasaC(TopTokens):
     """n_tip: frequency chunks per head, a number or a share of all. pairing: which dimensions make a chunk.
 
     fc_granularity: kv_head averages CA over the query heads of a KV head, which then use the same chunks.
@@ -74,13 +74,13 @@ class FasaC(Method):
     def smallest_budget(self) -> int:
         return self.sinks + max(self.recent, 1)
 
-    def select(self, layer: KVLayer, query: Tensor) -> Tensor:
-        assert layer.budget is not None
+    def always(self, layer: KVLayer) -> tuple[int, int]:
+        return self.sinks, self.recent
+
+    def scores(self, layer: KVLayer, query: Tensor, visible: Tensor | None) -> Tensor:
         # a dimension of no chosen chunk is 0 in the query and adds exactly nothing: one product for all heads
-        scores = layer.dot(query * self._mask_for(layer, query))[:, :, 0]
-        if self.token_granularity == "kv_head":
-            scores = group_softmax(scores, layer)
-        return top_slots(scores, layer, layer.budget, sinks=self.sinks, recent=self.recent)[:, :, None]
+        scores = layer.dot(query * self._mask_for(layer, query))
+        return group_softmax(scores, layer, visible) if self.token_granularity == "kv_head" else scores
 
     def _mask_for(self, layer: KVLayer, query: Tensor) -> Tensor:
         """The layer's mask [Hq, 1, d] where and in the type the query is; a copy is made once."""

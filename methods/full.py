@@ -9,3 +9,7 @@ from fasa_bench.method import Method
 @dataclass
 class FullKV(Method):
     takes_budget: ClassVar[bool] = False
+
+    @property
+    def parallel(self) -> bool:
+        return True

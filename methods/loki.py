@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from torch import Tensor
 
 from fasa_bench.cache import KVLayer
-from fasa_bench.method import Method, resolve_count, top_slots
+from fasa_bench.method import TopTokens, resolve_count
 from fasa_bench.principal import Rotary
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Loki(Method):
+class Loki(TopTokens):
     """r: principal components that predict, a number or a share of the head dimension.
     rotary: whether the basis is that of the keys after RoPE or before it; what is projected is rotated in both cases.
     """
@@ -33,7 +33,7 @@ class Loki(Method):
     rotary: Rotary = "post"
 
     uses_calibration: ClassVar[bool] = True
-    speed: ClassVar[Literal["physical", "simulated"]] = "simulated"  # whole keys are multiplied, see `select`
+    speed: ClassVar[Literal["physical", "simulated"]] = "simulated"  # whole keys are multiplied, see `scores`
     notes: ClassVar[dict[str, str]] = {
         "r": "paper and ours 25 % of the head; in official code a fraction is a share of the keys' variance instead",
         "rotary": "paper: post or pre, whichever is better on a model, of WikiText-103; ours post, of the run's sample",
@@ -44,11 +44,9 @@ class Loki(Method):
         first = basis[..., : resolve_count("method.r", self.r, basis.shape[-1])]
         self._projectors = list(first @ first.transpose(-1, -2))
 
-    def select(self, layer: KVLayer, query: Tensor) -> Tensor:
-        assert layer.budget is not None
+    def scores(self, layer: KVLayer, query: Tensor, visible: Tensor | None) -> Tensor:
         # kept where and in the type that the layer's queries are
         projector = self._projectors[layer.index] = self._projectors[layer.index].to(query)
         # q P (k P)' = (q P P') k': the query is projected and brought back, and the keys stay as they are
         grouped = query.reshape(query.shape[0], len(projector), -1, query.shape[-1])
-        scores = layer.dot((grouped @ projector).reshape(query.shape))[:, :, 0]
-        return top_slots(scores, layer, layer.budget)[:, :, None]
+        return layer.dot((grouped @ projector).reshape(query.shape))

@@ -10,13 +10,12 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from fasa_bench.cache import KVLayer
-from fasa_bench.method import Method, top_slots
+from fasa_bench.method import TopTokens
 
 
 @dataclass
-class Oracle(Method):
+class Oracle(TopTokens):
     speed: ClassVar[Literal["physical", "simulated"]] = "simulated"
 
-    def select(self, layer: KVLayer, query: Tensor) -> Tensor:
-        assert layer.budget is not None
-        return top_slots(layer.dot(query)[:, :, 0], layer, layer.budget)[:, :, None]
+    def scores(self, layer: KVLayer, query: Tensor, visible: Tensor | None) -> Tensor:
+        return layer.dot(query)

@@ -17,6 +17,7 @@ from torch import Tensor
 from fasa_bench.cache import KVLayer
 from fasa_bench.errors import UserError
 from fasa_bench.method import Method
+from fasa_bench.methods.pages import choose, page_bounds, page_keys
 
 
 @dataclass
@@ -56,6 +57,10 @@ class Quest(Method):
     def smallest_budget(self) -> int:
         return self.recent + (self.min_pages * self.page if self.unit == "pages" else 1)
 
+    @property
+    def parallel(self) -> bool:
+        return True
+
     def prefill(self, layer: KVLayer, query: Tensor | None) -> None:
         if layer.budget is not None and layer.index not in self.dense_layers:
             self._full_pages(layer)
@@ -70,6 +75,11 @@ class Quest(Method):
             slots = slots.masked_fill(slots >= paged, paged).sort(dim=-1).values[..., : self._budget(layer)]
         recent = torch.arange(paged, layer.length, device=slots.device)
         return torch.cat([slots, recent.expand(*slots.shape[:2], -1)], dim=-1)[:, :, None]
+
+    def reads(self, layer: KVLayer, query: Tensor, visible: Tensor) -> Tensor:
+        budget = self._budget(layer)
+        pages = max(self.min_pages, budget // self.page) if self.unit == "pages" else None
+        return choose(layer, query, budget, pages, self.page, self.recent, self.newest == "forced") & visible
 
     def best_pages(self, layer: KVLayer, scores: Tensor) -> Tensor:
         """The pages to read, in no order: scores [b, Hq, pages] -> [b, Hq, p]."""
@@ -91,8 +101,10 @@ class Quest(Method):
         least, most = self._full_pages(layer)
         first = least.shape[2] * self.page
         if first < layer.length - self.recent:
-            keys = _keys(layer, first, layer.length - self.recent)
-            least, most = (torch.cat(pair, 2) for pair in zip((least, most), _bounds(keys, keys.shape[2]), strict=True))
+            keys = page_keys(layer, first, layer.length - self.recent)
+            least, most = (
+                torch.cat(pair, 2) for pair in zip((least, most), page_bounds(keys, keys.shape[2]), strict=True)
+            )
         layer.read_bytes += least.nbytes + most.nbytes
         grouped = query[:, :, 0].unflatten(1, (layer.heads, -1))  # [b, H, G, d]
         return (grouped.clamp(min=0) @ most.mT + grouped.clamp(max=0) @ least.mT).flatten(1, 2)
@@ -102,18 +114,7 @@ class Quest(Method):
         known = layer.state["least"].shape[2] if "least" in layer.state else 0
         full = max(0, layer.length - self.recent) // self.page
         if full > known or "least" not in layer.state:
-            new = _bounds(_keys(layer, known * self.page, full * self.page), self.page)
+            new = page_bounds(page_keys(layer, known * self.page, full * self.page), self.page)
             for name, bound in zip(("least", "most"), new, strict=True):
                 layer.state[name] = torch.cat([layer.state[name], bound], dim=2) if known else bound
         return layer.state["least"], layer.state["most"]
-
-
-def _keys(layer: KVLayer, start: int, end: int) -> Tensor:
-    """Keys of the slots start..end - 1: [b, H, end - start, d]."""
-    return layer.gather(torch.arange(start, end, device=layer.device).expand(layer.batch, 1, -1))[0]
-
-
-def _bounds(keys: Tensor, page: int) -> tuple[Tensor, Tensor]:
-    """Smallest and largest value of each dimension in every page: [b, H, pages * page, d] -> two [b, H, pages, d]."""
-    paged = keys.unflatten(2, (keys.shape[2] // page, page))
-    return paged.amin(3), paged.amax(3)

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from fasa_bench.cache import KVLayer
 from fasa_bench.errors import UserError
-from fasa_bench.method import Method, top_slots
+from fasa_bench.method import TopTokens
 
 
 @dataclass
-class Random(Method):
+class Random(TopTokens):
     """current: the current token is always read, otherwise it is drawn like any other. seed: of the draws."""
 
     current: bool = True
@@ -31,16 +31,20 @@ class Random(Method):
         if self.seed < 0:
             raise UserError.of("method.seed", self.seed, "must be at least 0")
 
-    def select(self, layer: KVLayer, query: Tensor) -> Tensor:
-        assert layer.budget is not None
-        positions = layer.positions[:, 0, -1].tolist()  # of each row's current token: padding does not count
-        drawn = [self._draw(layer, position) for position in positions]
-        scores = torch.stack(drawn).to(layer.device)
-        return top_slots(scores, layer, layer.budget, recent=int(self.current))[:, :, None]
+    def always(self, layer: KVLayer) -> tuple[int, int]:
+        return 0, int(self.current)
 
-    def _draw(self, layer: KVLayer, position: int) -> Tensor:
-        """A random number for each KV head and token up to `position`, at the end of the row: [H, n] float32."""
+    def scores(self, layer: KVLayer, query: Tensor, visible: Tensor | None) -> Tensor:
+        current = layer.positions[:, 0, -query.shape[2] :].tolist()  # of each row's own text: padding does not count
+        drawn = [
+            torch.stack([self._draw(layer, position, len(row) - 1 - i) for i, position in enumerate(row)], dim=1)
+            for row in current
+        ]
+        return torch.stack(drawn).to(layer.device)
+
+    def _draw(self, layer: KVLayer, position: int, later: int) -> Tensor:
+        """A random number for each KV head and token up to `position`, before the `later` last ones: [H, n] float32."""
         draws = np.random.default_rng((self.seed, layer.index, position)).random(
             (layer.heads, position + 1), np.float32
         )
-        return torch.nn.functional.pad(torch.from_numpy(draws), (layer.length - position - 1, 0))
+        return torch.nn.functional.pad(torch.from_numpy(draws), (layer.length - later - position - 1, later))

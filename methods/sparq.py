@@ -15,7 +15,8 @@ from torch import Tensor
 
 from fasa_bench.cache import KVLayer
 from fasa_bench.errors import UserError
-from fasa_bench.method import Method, resolve_count, top_slots
+from fasa_bench.method import Method, resolve_count, top_mask, top_slots
+from fasa_bench.methods.approximation import many_logits, mean_values, newest_values
 
 if TYPE_CHECKING:
     from fasa_bench.calibration import Calibration
@@ -51,60 +52,52 @@ class SparQ(Method):
     def smallest_budget(self) -> int:
         return 1 + (self.local if isinstance(self.local, int) else 0)
 
+    @property
+    def parallel(self) -> bool:
+        return True
+
     def prefill(self, layer: KVLayer, query: Tensor | None) -> None:
         if self.reallocation and layer.budget is not None and layer.index not in self.dense_layers:
             values = layer.values if layer.real is None else layer.values.masked_fill(~layer.real[..., None], 0)
             layer.state["value_sum"] = values.sum(2, dtype=torch.float32)
 
     def select(self, layer: KVLayer, query: Tensor) -> Tensor:
-        assert layer.budget is not None
-        logits, _ = approximate_logits(layer, query, resolve_count("method.rank", self.rank, query.shape[-1]))
-        local = self.local if isinstance(self.local, int) else int(self.local * (layer.budget - 1))
-        grouped = logits.unflatten(1, (layer.heads, -1))  # [b, H, G, n]
-        slots = top_slots(grouped.sum(2), layer, layer.budget, recent=local + 1)
+        visible = None if layer.real is None else layer.real[:, :, None]
+        grouped = self._grouped(layer, query, visible)[:, :, :, 0]  # [b, H, G, n]
+        slots = top_slots(grouped.sum(2), layer, self._budget(layer), recent=self._recent(layer))
         if self.reallocation:
             chosen = slots[:, :, None].expand(-1, -1, grouped.shape[2], -1)
-            layer.state["alpha"] = torch.softmax(grouped, dim=-1).gather(3, chosen).sum(-1).flatten(1)
+            layer.state["alpha"] = torch.softmax(grouped, dim=-1).gather(3, chosen).sum(-1).flatten(1)[..., None]
         return slots[:, :, None]
+
+    def reads(self, layer: KVLayer, query: Tensor, visible: Tensor) -> Tensor:
+        grouped = self._grouped(layer, query, visible)
+        read = top_mask(grouped.sum(2), visible, self._budget(layer), recent=self._recent(layer))
+        if self.reallocation:
+            layer.state["alpha"] = (torch.softmax(grouped, dim=-1) * read[:, :, None]).sum(-1).flatten(1, 2)
+        return read
 
     def combine(self, layer: KVLayer, query: Tensor, output: Tensor) -> Tensor:
         if not self.reallocation:
             return output
-        alpha, mean = layer.state["alpha"][:, None, :, None], mean_value(layer)
-        mean = mean.repeat_interleave(output.shape[2] // mean.shape[1], dim=1)[:, None]
+        alpha = layer.state["alpha"].transpose(1, 2)[..., None]  # [b, q, Hq, 1]
+        mean = mean_values(layer, query.shape[2]).transpose(1, 2)
+        mean = mean.repeat_interleave(output.shape[2] // mean.shape[2], dim=2)
         return (alpha * output + (1 - alpha) * mean).to(output.dtype)
 
     def decoded(self, layer: KVLayer, query: Tensor, weights: Tensor) -> None:
         if "value_sum" in layer.state:
-            layer.state["value_sum"] = layer.state["value_sum"] + _newest_value(layer)
+            layer.state["value_sum"] = layer.state["value_sum"] + newest_values(layer, query.shape[2]).sum(2)
 
+    def _grouped(self, layer: KVLayer, query: Tensor, visible: Tensor | None) -> Tensor:
+        """Approximate logits by KV head: [b, H, G, q, n] float32."""
+        rank = resolve_count("method.rank", self.rank, query.shape[-1])
+        return many_logits(layer, query, rank, visible)[0].unflatten(1, (layer.heads, -1))
 
-def approximate_logits(layer: KVLayer, query: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Logits from `rank` components of the query: [b, Hq, 1, d] -> [b, Hq, n] float32, components [b, H, rank].
+    def _budget(self, layer: KVLayer) -> int:
+        assert layer.budget is not None
+        return layer.budget
 
-    The query heads of a KV head share the components where the sum of their magnitudes is largest. The scale of the
-    logits is corrected by the share of the query's magnitude that they cover. Padding gets the least number.
-    """
-    magnitude = query.float().abs()
-    grouped = magnitude[:, :, 0].unflatten(1, (layer.heads, -1)).sum(2)
-    components = grouped.topk(rank, dim=-1).indices
-    mask = torch.zeros_like(grouped).scatter(2, components, 1.0)
-    mask = mask.repeat_interleave(query.shape[1] // layer.heads, dim=1)[:, :, None]
-    coverage = (magnitude * mask).sum(-1) / magnitude.sum(-1)
-    # a component that is not chosen is 0 in the query and adds exactly nothing: one product for all heads
-    logits = layer.dot(query * mask.to(query.dtype))[:, :, 0].float() * layer.scale / coverage.sqrt()
-    if layer.real is not None:
-        logits = logits.masked_fill(~layer.real, torch.finfo(logits.dtype).min)
-    return logits, components
-
-
-def mean_value(layer: KVLayer) -> Tensor:
-    """Mean of the values of all tokens held: [b, H, d] float32. The sum leaves out the current one until `decoded`."""
-    count = layer.length if layer.real is None else layer.real.sum(-1, keepdim=True)
-    return (layer.state["value_sum"] + _newest_value(layer)) / count
-
-
-def _newest_value(layer: KVLayer) -> Tensor:
-    """[b, H, d] float32."""
-    slot = torch.full((layer.batch, 1, 1), layer.length - 1, device=layer.device)
-    return layer.gather(slot)[1][:, :, 0].float()
+    def _recent(self, layer: KVLayer) -> int:
+        """Newest tokens that are always read, the current one included."""
+        return 1 + (self.local if isinstance(self.local, int) else int(self.local * (self._budget(layer) - 1)))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fasa_bench.cache import KVLayer
 from fasa_bench.errors import UserError
-from fasa_bench.method import Method, top_slots
+from fasa_bench.method import Method, top_mask, top_slots
 
 if TYPE_CHECKING:
     from fasa_bench.calibration import Calibration
@@ -44,11 +44,20 @@ class StreamingLLM(Method):
             if self._rope.scaled:
                 raise UserError.of("method.positions", "cache", "this model's frequencies depend on the length")
 
+    @property
+    def parallel(self) -> bool:
+        return self.positions == "original"
+
     def smallest_budget(self) -> int:
         return self.start + 1
 
     def prefill(self, layer: KVLayer, query: Tensor | None) -> None:
         self._evict(layer)
+
+    def reads(self, layer: KVLayer, query: Tensor, visible: Tensor) -> Tensor:
+        assert layer.budget is not None
+        rank = visible.cumsum(-1)
+        return top_mask(rank.float(), visible, layer.budget, sinks=self.start)
 
     def decoded(self, layer: KVLayer, query: Tensor, weights: Tensor) -> None:
         self._evict(layer)

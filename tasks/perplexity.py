@@ -1,4 +1,4 @@
-"""Perplexity of long text under teacher forcing: a dense prefill, then tokens scored one decode step at a time.
+"""Perplexity of long text under teacher forcing: a dense prefill, then tokens scored as decode steps.
 
 Source: FASA (arXiv 2602.03152), Figure 4; window layout and defaults are those of its code.
 """
@@ -36,6 +36,8 @@ class Perplexity(Task):
     text_format: "lines" takes each row of a file as JSON with its document under "text", "plain" takes a file as one
         document; "auto" goes by the file's ending (.jsonl is "lines").
     special_tokens: put the tokenizer's begin token in front of each window; it comes on top of `prefill`.
+    mode: "stepwise" scores one decode step at a time; "parallel" all at once, for methods whose choice depends only on
+        the query and the keys before it, with the same result.
     drop_first: leave out each window's first scored token, which the dense prefill predicts whatever the method.
     """
 
@@ -45,6 +47,7 @@ class Perplexity(Task):
         "documents": "The authors' code joins all documents by blank lines before cutting; default here: separate.",
         "special_tokens": "The paper does not say; here windows start without a begin token unless asked for.",
         "drop_first": "The first scored token comes from the dense prefill, in the authors' code as here: kept.",
+        "mode": "The paper and the authors' code score step by step; parallel gives the same numbers to 1e-4.",
         "windows": "The authors' code takes the first 60; the paper gives no number.",
     }
 
@@ -55,6 +58,7 @@ class Perplexity(Task):
     documents: Literal["separate", "joined"] = "separate"
     text_format: Literal["auto", "plain", "lines"] = "auto"
     special_tokens: bool = False
+    mode: Literal["stepwise", "parallel"] = "stepwise"
     drop_first: bool = False
 
     def __post_init__(self) -> None:
@@ -64,6 +68,10 @@ class Perplexity(Task):
             value = getattr(self, key)
             if value is not None and value < least:
                 raise UserError.of(f"task.{key}", value, f"must be at least {least}")
+
+    @property
+    def parallel(self) -> bool:
+        return self.mode == "parallel"
 
     def examples(self, model: Model, limit: int | None) -> Iterator[Example]:
         check_window(model, "task.prefill", self.prefill + self.special_tokens, self.decode)
@@ -86,6 +94,7 @@ class Perplexity(Task):
                     id=f"{name}/{window}",
                     prompt_ids=begin + ids[start : start + self.prefill],
                     target_ids=ids[start + self.prefill : start + size],
+                    parallel=self.parallel,
                     fields={"document": name, "window": window, "unit": "token", "begin_token": bool(begin)},
                 )
                 made += 1

@@ -10,9 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from hydra import compose, initialize_config_dir
 
+from fasa_bench import runner
 from fasa_bench.errors import UserError
+from fasa_bench.methods.full import FullKV
 from fasa_bench.models import Model, ModelSpec
+from fasa_bench.session import Session
 from fasa_bench.task import Example, Prediction
 from fasa_bench.tasks.perplexity import Perplexity
 
@@ -167,3 +171,62 @@ def test_yaml_holds_every_parameter() -> None:
     keys = {line.split(":")[0] for line in lines if not line.startswith("#")}
     assert keys == {"_target_", *(field.name for field in fields(Perplexity))}
     assert len(lines) <= 15
+
+
+def test_parallel_is_for_methods_that_allow_it(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Stepwise and parallel runs give the same rows; what cannot be scored so is refused before anything is loaded."""
+    results = tmp_path_factory.mktemp("results")
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+
+        def job(*overrides: str) -> runner.Job:
+            base = ["model=tiny", "logger=none", "task=ppl", f"task.path={folder}", "task.prefill=8", "task.decode=10"]
+            return runner.Job.of(compose("config", [*base, f"results_dir={results}", *overrides]))
+
+        for method, budget in (("fkv", 1), ("oracle", 6), ("oracle", 0.5), ("streamingllm", 10)):
+            runs = []
+            for mode in ("stepwise", "parallel"):
+                made = runner.run(job(f"method={method}", f"budget={budget}", f"task.mode={mode}"))
+                summary = json.loads((made / "summary.json").read_text())
+                assert summary["config"]["task"]["mode"] == summary["deviations"]["task.mode"]["value"] == mode
+                assert (summary["latency"]["decode_ms_per_token"]["n"] == 0) == (mode == "parallel")
+                rows = [json.loads(line) for line in (made / "predictions.jsonl").read_text().splitlines()]
+                runs.append((made.name, rows, summary))
+            assert runs[0][0] != runs[1][0]
+            for one, other in zip(runs[0][1], runs[1][1], strict=True):
+                assert other["scores"]["nll"] == pytest.approx(one["scores"]["nll"], abs=1e-4)
+                assert other["attended_tokens"] == pytest.approx(one["attended_tokens"])
+                if budget == 0.5:
+                    assert one["budget_tokens"] == other["budget_tokens"] == 4  # of the 8 that are prefilled
+            assert runs[1][2]["realised"]["read_bytes"] is None  # a pass is no step
+            assert runs[0][2]["realised"]["read_bytes"] > 0
+        refused = r"task\.mode='parallel' is not allowed: {} must be scored with stepwise; parallel is for"
+        for method in ("h2o", "snapkv", "rkv", "tova", "knorm", "h2o_mask_sim"):
+            with pytest.raises(UserError, match=refused.format(method)):
+                job(f"method={method}", "task.mode=parallel")
+        for setting in ("cache.bits=4", "method.positions=cache"):
+            with pytest.raises(UserError, match=r"(cache\.bits=4|task\.mode='parallel') is not allowed"):
+                job("method=streamingllm", setting, "task.mode=parallel")
+        with pytest.raises(UserError, match=r"task\.mode='both'"):
+            job("task.mode=both")
+
+
+def test_wikitext_without_a_decode_split_equals_a_plain_loop(shared_data: Path, tmp_path: Path) -> None:
+    """Non-overlapping windows of 2,048 tokens, every token but the first scored: prefill=1 and one pass."""
+    model = Model(ModelSpec("smollm2_135m", 7680, source="embedded", device="cpu"))
+    text = (shared_data / "ppl" / "wikitext" / "wiki.test.raw").read_text(encoding="utf-8")[:12_000]
+    (tmp_path / "wiki.raw").write_text(text, encoding="utf-8")
+    task = Perplexity(path=str(tmp_path), prefill=1, decode=2047, mode="parallel")
+    rows, total = [], 0.0
+    ids = model.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    for number, example in enumerate(task.examples(model, None)):
+        assert example.target_ids is not None
+        window = torch.tensor([ids[2048 * number :][:2048]])
+        assert example.prompt_ids + example.target_ids == window[0].tolist()
+        with Session(model.network) as session:
+            prefilled = session.prefill(example.prompt_ids)
+            with prefilled.fork(FullKV("fkv"), None) as decoder:
+                nll = decoder.force(example.target_ids, example.parallel)
+        rows.append({"scores": task.score(example, Prediction(example.target_ids, "", "forced", nll))})
+        with torch.inference_mode():
+            total += float(model.network(window, labels=window).loss) * 2047
+    assert task.metrics(rows)["perplexity"]["value"] == pytest.approx(math.exp(total / (len(rows) * 2047)), rel=1e-4)

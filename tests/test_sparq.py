@@ -10,7 +10,8 @@ from torch import Tensor
 
 from fasa_bench.attention import attend
 from fasa_bench.cache import KVLayer
-from fasa_bench.methods.sparq import SparQ, approximate_logits, mean_value
+from fasa_bench.methods.approximation import approximate_logits, mean_value
+from fasa_bench.methods.sparq import SparQ
 from tests.random_text import DIM, HEADS, KV_HEADS, Text
 
 
@@ -70,7 +71,7 @@ def test_sparq_mean_follows_the_tokens_held() -> None:
     for token in range(6, 24):
         text.append(layer, token, token + 1)
         torch.testing.assert_close(mean_value(layer)[0], text.v[:, : token + 1].mean(1), rtol=1e-5, atol=1e-6)
-        method.decoded(layer, text.q, text.q)
+        method.decoded(layer, text.q[None, :, token : token + 1], text.q)
     assert layer.state["value_sum"].dtype == torch.float32
 
 

@@ -25,6 +25,7 @@ from fasa_bench.method import Method, Observation
 from fasa_bench.segments import product
 
 NAME = "fasa_bench"
+ELEMENTS = 2**24  # attention weights that many queries may have at once, so that memory does not grow with the square
 
 
 @dataclass
@@ -36,11 +37,12 @@ class Tally:
     cached: float = 0.0  # tokens a head held
     sparse: dict[int, int] = field(default_factory=dict)  # layer -> steps that read fewer tokens than had passed
 
-    def count(self, layer: KVLayer, attended: float) -> None:
+    def count(self, layer: KVLayer, attended: float, later: int = 0) -> None:
+        """One step; later: tokens that came in the same call after the step's own."""
         self.layer_steps += 1
         self.attended += attended
-        self.cached += layer.length
-        self.sparse[layer.index] = self.sparse.get(layer.index, 0) + int(attended < layer.seen)
+        self.cached += layer.length - later
+        self.sparse[layer.index] = self.sparse.get(layer.index, 0) + int(attended < layer.seen - later)
 
 
 @dataclass
@@ -48,7 +50,7 @@ class Reading:
     """How the forward pass in progress treats the cache. method None: the dense prompt pass.
 
     backend: dense attention of the prompt pass. observe: what to record of it for the methods.
-    reserve: tokens that decoding is expected to append.
+    reserve: tokens that decoding is expected to append. parallel: take the steps of one call together.
     """
 
     cache: Cache
@@ -56,6 +58,7 @@ class Reading:
     backend: str = "sdpa"
     observe: Observation = field(default_factory=Observation)
     reserve: int = 0
+    parallel: bool = False
     clock: Clock = field(default_factory=Clock)
     tally: Tally = field(default_factory=Tally)
 
@@ -104,10 +107,16 @@ def forward(
     if state.method is None:
         return _prompt(state, module, layer, query, key, value, positions), None
     outputs = []
-    for i in range(query.shape[2]):  # one after the other: a method may evict between two tokens of one call
-        now = slice(i, i + 1)
+    new = query.shape[2]
+    # one after the other, since a method may evict between two tokens of one call; unless it is known not to mind
+    width = max(1, ELEMENTS // (len(query) * query.shape[1] * (layer.length + new))) if state.parallel else 1
+    for i in range(0, new, width):
+        now = slice(i, i + width)
         layer.append(key[:, :, now], value[:, :, now], positions[:, now])
-        outputs.append(_step(state, state.method, layer, query[:, :, now]))
+        if state.parallel:
+            outputs.append(_steps(state, state.method, layer, query[:, :, now], positions[:, now]))
+        else:
+            outputs.append(_step(state, state.method, layer, query[:, :, now]))
     return torch.cat(outputs, dim=1), None
 
 
@@ -174,7 +183,7 @@ def _observe(wanted: Observation, layer: KVLayer, query: Tensor, positions: Tens
         layer.prompt_mass = mass
 
 
-def column_mass(layer: KVLayer, query: Tensor, positions: Tensor, elements: int = 2**24) -> Tensor:
+def column_mass(layer: KVLayer, query: Tensor, positions: Tensor, elements: int = ELEMENTS) -> Tensor:
     """Attention that each cached token receives from these queries, summed: [b, Hq, q, d] -> [b, Hq, n] float32.
 
     Causal by position [b, q]; padded queries give nothing. Works through chunks of queries of at most `elements`
@@ -192,10 +201,15 @@ def column_mass(layer: KVLayer, query: Tensor, positions: Tensor, elements: int 
     return mass
 
 
+def _chooses(method: Method, layer: KVLayer) -> bool:
+    """The layer holds more than the method may read of it."""
+    return layer.budget is not None and layer.length > layer.budget and layer.index not in method.dense_layers
+
+
 def _step(state: Reading, method: Method, layer: KVLayer, query: Tensor) -> Tensor:
     """One decode step of one layer: select, attend, update. query [b, Hq, 1, d] -> [b, 1, Hq, d]."""
     slots = None
-    if layer.budget is not None and layer.length > layer.budget and layer.index not in method.dense_layers:
+    if _chooses(method, layer):
         with state.clock.stage("select"):
             slots = method.select(layer, query)
     with state.clock.stage("attend"):
@@ -203,6 +217,31 @@ def _step(state: Reading, method: Method, layer: KVLayer, query: Tensor) -> Tens
         if slots is not None:
             output = method.combine(layer, query, output)
     state.tally.count(layer, attended)
+    with state.clock.stage("update"):
+        method.decoded(layer, query, weights)
+    return output
+
+
+def _steps(state: Reading, method: Method, layer: KVLayer, query: Tensor, positions: Tensor) -> Tensor:
+    """The decode steps of the q newest tokens at once, for a method that is `parallel`.
+
+    query [b, Hq, q, d], positions [b, q] -> [b, q, Hq, d]. What a step does not read is multiplied and masked.
+    """
+    held = layer.positions[:, 0]
+    read = ((held[:, None] >= 0) & (held[:, None] <= positions[:, :, None]))[:, None]
+    choosing = _chooses(method, layer)
+    if choosing:
+        with state.clock.stage("select"):
+            read = method.reads(layer, query, read)
+    with state.clock.stage("attend"):
+        shared = read if read.shape[1] == 1 else read.repeat_interleave(query.shape[1] // read.shape[1], dim=1)
+        scores = (layer.dot(query) * layer.scale).masked_fill(~shared, torch.finfo(query.dtype).min)
+        weights = torch.softmax(scores, dim=-1, dtype=torch.float32)
+        output = layer.mix(weights.to(query.dtype)).transpose(1, 2)
+        if choosing:
+            output = method.combine(layer, query, output)
+    for i, attended in enumerate(read.sum(-1).float().mean((0, 1)).tolist()):
+        state.tally.count(layer, attended, later=query.shape[2] - 1 - i)
     with state.clock.stage("update"):
         method.decoded(layer, query, weights)
     return output

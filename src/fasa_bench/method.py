@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -62,6 +63,11 @@ class Method:
     def prepare(self, model: Model, calibration: Calibration) -> None:
         """Once per run, before any sequence: look up what depends on the model only."""
 
+    @property
+    def parallel(self) -> bool:
+        """What a step reads depends on its query and the tokens up to it only, and `reads` says it for many at once."""
+        return False
+
     def observes(self) -> Observation:
         """What `prefill` wants to know of the prompt pass."""
         return Observation()
@@ -80,12 +86,50 @@ class Method:
         """Slots to read for this query [b, Hq, 1, d]: [b, H or Hq, 1, m], ascending; None reads everything."""
         return None
 
+    def reads(self, layer: KVLayer, query: Tensor, visible: Tensor) -> Tensor:
+        """`select` for many steps at once, whose tokens are the layer's newest: query [b, Hq, q, d].
+
+        visible [b, 1, q, n] bool: the tokens up to each query's own. Returns those that are read, [b, heads, q, n]
+        bool, heads 1, H or Hq. `combine` and `decoded` then get all q steps as well. Only called if `parallel`.
+        """
+        return visible
+
     def combine(self, layer: KVLayer, query: Tensor, output: Tensor) -> Tensor:
         """Change what attention over the selected tokens gave, [b, 1, Hq, d]; not called when everything was read."""
         return output
 
     def decoded(self, layer: KVLayer, query: Tensor, weights: Tensor) -> None:
         """After each step: update statistics, or evict. weights [b, Hq, m] over the tokens that were read."""
+
+
+class TopTokens(Method):
+    """A method that reads the best tokens by a score of its own, which no other step has a part in."""
+
+    @property
+    def parallel(self) -> bool:
+        return True
+
+    def scores(self, layer: KVLayer, query: Tensor, visible: Tensor | None) -> Tensor:
+        """Worth of every token for queries [b, Hq, q, d]: [b, H or Hq, q, n].
+
+        visible [b, 1, q, n] bool: the tokens that count for each query; None when all do.
+        """
+        raise NotImplementedError
+
+    def always(self, layer: KVLayer) -> tuple[int, int]:
+        """How many of the first and of the newest tokens are read whatever their score."""
+        return 0, 0
+
+    def select(self, layer: KVLayer, query: Tensor) -> Tensor:
+        assert layer.budget is not None
+        sinks, recent = self.always(layer)
+        scores = self.scores(layer, query, None if layer.real is None else layer.real[:, :, None])[:, :, 0]
+        return top_slots(scores, layer, layer.budget, sinks=sinks, recent=recent)[:, :, None]
+
+    def reads(self, layer: KVLayer, query: Tensor, visible: Tensor) -> Tensor:
+        assert layer.budget is not None
+        sinks, recent = self.always(layer)
+        return top_mask(self.scores(layer, query, visible), visible, layer.budget, sinks=sinks, recent=recent)
 
 
 def resolve_budget(budget: int | float | None, prompt_tokens: int) -> int | None:
@@ -144,9 +188,33 @@ def top_slots(scores: Tensor, layer: KVLayer, budget: int, *, sinks: int = 0, re
     return scores.topk(budget, dim=-1, sorted=False).indices.sort(dim=-1).values
 
 
-def group_softmax(scores: Tensor, layer: KVLayer) -> Tensor:
-    """Mean over the query heads of each KV head of softmax(scores * scale): [b, Hq, n] -> [b, H, n] float32."""
+def top_mask(scores: Tensor, visible: Tensor, budget: int, *, sinks: int = 0, recent: int = 0) -> Tensor:
+    """`top_slots` for many queries, of the tokens that each may see: scores [b, heads, q, n] -> bool, the same shape.
+
+    visible [b, 1, q, n] bool. A query that sees no more than `budget` tokens gets them all.
+    """
+    if sinks or recent:
+        rank = visible.cumsum(-1)  # 1 for the first token that a query sees
+        forced = visible & ((rank <= sinks) | (rank > rank[..., -1:] - recent))
+        scores = scores.masked_fill(forced, torch.inf)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    budget = min(budget, scores.shape[-1])
+    if scores.device.type == "cpu":  # where partition is several times faster than topk
+        least = np.partition(scores.float().numpy(), -budget, axis=-1)[..., -budget, None]
+        read = (scores >= torch.from_numpy(least).to(scores)) & visible
+        if int(read.sum(-1).max()) <= budget:  # else there are ties, of which not all may be read
+            return read
+    best = scores.topk(budget, dim=-1, sorted=False).indices
+    return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True) & visible
+
+
+def group_softmax(scores: Tensor, layer: KVLayer, visible: Tensor | None = None) -> Tensor:
+    """Mean over the query heads of each KV head of softmax(scores * scale): [b, Hq, ..., n] -> [b, H, ..., n] float32.
+
+    visible: the tokens that count, which broadcasts to the scores; None for the layer's real ones.
+    """
     scaled = scores.float() * layer.scale
-    if layer.real is not None:
-        scaled = scaled.masked_fill(~layer.real, float("-inf"))
+    visible = layer.real if visible is None else visible
+    if visible is not None:
+        scaled = scaled.masked_fill(~visible, float("-inf"))
     return torch.softmax(scaled, dim=-1).unflatten(1, (layer.heads, -1)).mean(2)

@@ -62,14 +62,17 @@ class Job:
         if not isinstance(seed, int) or isinstance(seed, bool):
             raise UserError.of("seed", seed, "must be an integer")
         method = build("method", config["method"], Method)
+        task, packing = build("task", config["task"], Task), build("cache", config["cache"], Packing)
+        if task.parallel:
+            _check_parallel(method, packing)
         return cls(
             config=config,
             model=Model(build("model", config["model"], ModelSpec)),
-            task=build("task", config["task"], Task),
+            task=task,
             method=method,
             calibration=build("calibration", config["calibration"], Calibration),
             budget=check_budget(config["budget"], method),
-            packing=build("cache", config["cache"], Packing),
+            packing=packing,
             limit=limit,
             results_dir=Path(results_dir),
         )
@@ -162,7 +165,7 @@ def evaluate(session: Session, job: Job, example: Example) -> dict[str, Any]:
 
 def _decode(decoder: Decoder, model: Model, example: Example) -> Prediction:
     if example.target_ids is not None:
-        losses = decoder.force(example.target_ids)
+        losses = decoder.force(example.target_ids, example.parallel)
         return Prediction(example.target_ids, "", "forced", losses)
     ends = [*model.end_token_ids, *example.stop_token_ids]
     if example.sampling:
@@ -189,13 +192,14 @@ def _row(prefilled: Prefilled, decoder: Decoder, example: Example, prediction: P
         "budget_tokens": decoder.cache.layers[0].budget,
         "prefill_s": round(prefilled.seconds, 6),
         "compress_s": round(decoder.compress_seconds, 6),
+        "parallel_s": round(decoder.parallel_seconds, 6),
         "step_ms": [round(1e3 * seconds, 3) for seconds in decoder.timed_steps],
         "stages_ms": {name: round(1e3 * value / timed, 4) for name, value in stages.items()} if timed else {},
         "device_bytes": decoder.peak_device_bytes,
         "host_bytes": decoder.peak_host_bytes,
         "attended_tokens": tally.attended / per_step,
         "cached_tokens": tally.cached / per_step,
-        "read_bytes": round(decoder.read_bytes / max(steps, 1)),
+        "read_bytes": round(decoder.read_bytes / steps) if steps else None,  # a pass over many tokens is no step
         "layer_steps": tally.layer_steps,
         "sparse_steps": sum(tally.sparse.values()),
         "sparse_steps_by_layer": [tally.sparse[index] for index in sorted(tally.sparse)],
@@ -222,7 +226,6 @@ def _answers(prediction: Prediction) -> dict[str, Any]:
 def summarise(job: Job, name: str, rows: list[dict[str, Any]], status: str) -> dict[str, Any]:
     """summary.json of these rows; every number comes from them, so that a resumed run gives the same."""
     steps = [ms for row in rows for ms in row["step_ms"]]
-    layer_steps = sum(row["layer_steps"] for row in rows)
 
     def stage_mean(name: str) -> float:
         return sum(row["stages_ms"].get(name, 0.0) * len(row["step_ms"]) for row in rows) / len(steps)
@@ -231,7 +234,9 @@ def summarise(job: Job, name: str, rows: list[dict[str, Any]], status: str) -> d
         return sum(row[key] for row in rows) / len(rows) if rows else None
 
     def per_layer_step(key: str) -> float | None:
-        return sum(row[key] * row["layer_steps"] for row in rows) / layer_steps if layer_steps else None
+        known = [(row[key], row["layer_steps"]) for row in rows if row[key] is not None]
+        layer_steps = sum(count for _, count in known)
+        return sum(value * count for value, count in known) / layer_steps if layer_steps else None
 
     stages = sorted({stage for row in rows for stage in row["stages_ms"]})
     return {
@@ -268,6 +273,19 @@ def summarise(job: Job, name: str, rows: list[dict[str, Any]], status: str) -> d
         "deviations": job.deviations,
         "config": job.config,
     }
+
+
+def _check_parallel(method: Method, packing: Packing) -> None:
+    """UserError unless scoring many tokens in one pass gives what steps would give."""
+    if not method.parallel:
+        raise UserError.of(
+            "task.mode",
+            "parallel",
+            f"{method.name} must be scored with stepwise; parallel is for methods (with their parameters) that "
+            "choose by the query and the keys before it, whatever earlier steps did",
+        )
+    if packing.bits < 16:
+        raise UserError.of("cache.bits", packing.bits, "must be 16 with task.mode=parallel: steps would pack later")
 
 
 def _peak_bytes(model: Model) -> int:

@@ -23,6 +23,8 @@ from fasa_bench.sampling import Sampler
 from fasa_bench.segments import Packing
 from fasa_bench.task import Sampling
 
+TOGETHER = 512  # tokens that are scored in one forward pass: logits of a whole vocabulary take room
+
 
 @dataclass
 class Prefilled:
@@ -97,6 +99,7 @@ class Decoder:
     """One sequence (or batch) being decoded by one method.
 
     step_seconds: time of each decode step; the first is warm-up and not counted in `timed_steps`.
+    parallel_seconds: time of the passes that scored many tokens at once, which are no decode steps.
     """
 
     prefilled: Prefilled
@@ -104,6 +107,7 @@ class Decoder:
     method: Method
     compress_seconds: float = 0.0
     step_seconds: list[float] = field(default_factory=list)
+    parallel_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         self.session = self.prefilled.session
@@ -147,30 +151,56 @@ class Decoder:
 
     def step(self, token_ids: Tensor) -> Tensor:
         """Feed the next tokens [b, q] (q is usually 1); returns logits [b, vocabulary] after the last of them."""
+        self._feed(token_ids, keep=1)
+        self.step_seconds.append(self.state.clock.seconds.pop("step"))
+        if len(self.step_seconds) == 1:  # warm-up: its stages are not counted either
+            self.state.clock.seconds.clear()
+        return self.logits
+
+    def _feed(self, token_ids: Tensor, keep: int) -> Tensor:
+        """One forward pass over the next tokens [b, q]: logits [b, keep, vocabulary] after the last `keep` of them."""
         token_ids = token_ids.to(self.session.device)
         steps = torch.arange(token_ids.shape[1], device=token_ids.device)
         if self.padding is not None:
             self.padding = torch.cat([self.padding, torch.ones_like(token_ids, dtype=torch.bool)], dim=1)
         with self.state.clock.whole("step"), reading(self.state):
-            self.logits = self.session.forward(token_ids, self.position + steps, self.cache, self.padding)
+            logits = self.session.forward(token_ids, self.position + steps, self.cache, self.padding, keep)
+        self.logits = logits[:, -1]
         self.position = self.position + token_ids.shape[1]
-        self.step_seconds.append(self.state.clock.seconds.pop("step"))
-        if len(self.step_seconds) == 1:  # warm-up: its stages are not counted either
-            self.state.clock.seconds.clear()
         self._note_bytes()
-        return self.logits
+        return logits
 
-    def force(self, target_ids: Sequence[int]) -> list[float]:
+    def force(self, target_ids: Sequence[int], parallel: bool = False) -> list[float]:
         """Negative log-likelihood (nats) of each target id, fed one step at a time; batch of one.
 
         The first is scored by the logits that are there already: those of the dense prompt pass.
+        parallel: the same numbers from one pass over all of them (one every TOGETHER), for a method that allows it.
         """
+        if parallel:
+            return self._force_together(target_ids)
         losses = []
         for i, token in enumerate(target_ids):
             losses.append(-torch.log_softmax(self.logits[0].float(), dim=-1)[token])
             if i + 1 < len(target_ids):
                 self.step(torch.tensor([[token]]))
         return torch.stack(losses).tolist() if losses else []
+
+    def _force_together(self, target_ids: Sequence[int]) -> list[float]:
+        if not self.method.parallel:
+            raise ValueError(f"{self.method.name} decodes step by step only")
+        targets = torch.tensor([list(target_ids)], device=self.session.device)
+        losses, before = [], self.logits[:, None]  # logits that predict the targets from `start` on
+        self.state.parallel = True
+        for start in range(0, max(targets.shape[1] - 1, 0), TOGETHER):
+            part = targets[:, start : min(start + TOGETHER, targets.shape[1] - 1)]
+            logits = self._feed(part, keep=part.shape[1])
+            losses.append(_nll(torch.cat([before, logits[:, :-1]], dim=1), part))
+            before = logits[:, -1:]
+        losses.append(_nll(before, targets[:, -1:]))
+        self.state.parallel = False
+        self.parallel_seconds = self.state.clock.seconds.pop("step", 0.0)
+        self.state.clock.seconds.clear()  # stages are those of a decode step
+        return torch.cat(losses).tolist()
 
     def generate(self, max_new_tokens: int, end_token_ids: Sequence[int], min_new_tokens: int = 0) -> Generation:
         """Greedy decoding of one sequence until an end token (kept in the ids) or `max_new_tokens`.
@@ -226,6 +256,11 @@ def _until_end(token_ids: list[int], ends: set[int]) -> Generation:
     return Generation(token_ids, "length")
 
 
+def _nll(logits: Tensor, targets: Tensor) -> Tensor:
+    """[1, n, vocabulary] and ids [1, n] -> nats [n]."""
+    return torch.nn.functional.cross_entropy(logits[0].float(), targets[0], reduction="none")
+
+
 class Session:
     """Runs a network with our attention installed; a context manager that leaves the network as it found it."""
 
@@ -273,20 +308,22 @@ class Session:
         observe = observe or Observation()
         state = Reading(cache, None, self.backend, observe=observe, reserve=reserve, clock=clock)
         with clock.whole("prefill"), reading(state):
-            logits = self.forward(ids, positions, cache, padding)
+            logits = self.forward(ids, positions, cache, padding)[:, -1]
         return Prefilled(self, cache, logits, positions[:, -1:] + 1, padding, clock.seconds["prefill"])
 
-    def forward(self, token_ids: Tensor, positions: Tensor, cache: Cache, padding: Tensor | None) -> Tensor:
-        """Logits [b, vocabulary] after the last token. Positions are always passed: they are the true ones."""
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, cache: Cache, padding: Tensor | None, keep: int = 1
+    ) -> Tensor:
+        """Logits [b, keep, vocabulary] after the last tokens. Positions are always passed: they are the true ones."""
         output = self.network(
             input_ids=token_ids,
             position_ids=positions,
             attention_mask=padding,
             use_cache=True,
-            logits_to_keep=1,
+            logits_to_keep=keep,
             **{self._cache_argument: cache},
         )
-        logits = output.logits[:, -1]
+        logits = output.logits[:, -keep:]
         if not torch.isfinite(logits).all():
             raise FloatingPointError("the model's logits are not finite")
         return logits

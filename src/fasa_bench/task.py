@@ -33,6 +33,7 @@ class Example:
     prompt_ids: token ids of the prompt, special tokens included where the task wants them.
     target_ids: if given, these ids are fed one decode step at a time (teacher forcing) and their negative
         log-likelihoods are the prediction. The first of them is predicted by the dense prompt pass.
+    parallel: score the target ids in one pass instead, which only some methods allow.
     stop_token_ids: end generation besides the model's own end tokens.
     min_new_tokens: end tokens cannot be chosen before this many tokens.
     sampling: if given, several answers are drawn; else there is one, and it is greedy.
@@ -42,6 +43,7 @@ class Example:
     id: str
     prompt_ids: list[int]
     target_ids: list[int] | None = None
+    parallel: bool = False
     max_new_tokens: int = 0
     min_new_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
@@ -73,6 +75,11 @@ class Task:
     notes: ClassVar[dict[str, str]] = {}
     # fields that say where data lies: its content counts for a run id (`fingerprint`), its place does not
     places: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def parallel(self) -> bool:
+        """Whether examples are scored in one pass (`Example.parallel`): then the method must allow it."""
+        return False
 
     def examples(self, model: Model, limit: int | None) -> Iterator[Example]:
         """Yield the examples in a fixed order, at most `limit` of each group (data set, part).

@@ -12,10 +12,11 @@ from torch import Tensor
 from fasa_bench.attention import attend, column_mass
 from fasa_bench.cache import KVLayer
 from fasa_bench.method import Method
+from fasa_bench.methods.approximation import approximate_logits, mean_value
 from fasa_bench.methods.h2o import H2O
 from fasa_bench.methods.h2o_mask_sim import H2OMaskSim
 from fasa_bench.methods.quest import Quest
-from fasa_bench.methods.sparq import SparQ, approximate_logits, mean_value
+from fasa_bench.methods.sparq import SparQ
 from tests.conformance.adapters import Arrays, append, layer_of
 
 
@@ -156,7 +157,7 @@ def sparq(arrays: Arrays, params: dict[str, Any]) -> Arrays:
     slots = method.select(layer, query)
     output, weights, _ = attend(layer, query, slots)
     output = method.combine(layer, query, output)
-    alpha = layer.state.get("alpha", torch.ones(query.shape[:2]))
+    alpha = layer.state["alpha"][..., 0] if mean else torch.ones(query.shape[:2])
     if not mean:  # the case tells the mean anyway
         layer, _ = asked(arrays, SparQ("sparq"), budget, params.get("masked_prefix", 0))
     chosen = slots[0, :, 0].repeat_interleave(query.shape[1] // slots.shape[1], dim=0)
