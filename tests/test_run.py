@@ -164,6 +164,7 @@ def test_full_kv_takes_no_budget_and_is_run_once(make: Any) -> None:
 
 
 WRONG = {
+    "model.attention=eager": "model.attention='eager'.*'auto', 'sdpa' or 'flash_attention_2'",
     "+nokey=3": "nokey=3 is not allowed: unknown key",
     "results_dir=null": "results_dir=None .* path of a folder",
     "results_dir=1e5": "results_dir=100000.0",

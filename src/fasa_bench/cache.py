@@ -17,7 +17,6 @@ from torch import Tensor
 
 from fasa_bench.errors import UserError
 from fasa_bench.segments import Packed, Packing, Rows, Segment, pack_oldest
-from fasa_bench.segments import product as product
 
 
 class KVLayer:

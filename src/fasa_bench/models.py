@@ -46,7 +46,7 @@ class ModelSpec:
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     device: str = "auto"
     device_map: str | None = None
-    attention: Literal["auto", "sdpa", "flash_attention_2", "eager"] = "auto"
+    attention: Literal["auto", "sdpa", "flash_attention_2"] = "auto"
     model_type: str = "llama"
     layers: int = 2
     heads: int = 4
