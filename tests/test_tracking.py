@@ -8,7 +8,6 @@ import os
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +32,8 @@ def no_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "config"))
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")  # its telemetry waits for a network at exit
     monkeypatch.setattr(WandbTracker, "unreachable", False)
-
-
-@pytest.fixture
-def forget_keys() -> Iterator[None]:
-    """W&B remembers a key for the whole process."""
-    wandb.teardown()
-    yield
-    wandb.teardown()
 
 
 @pytest.fixture
@@ -163,6 +155,18 @@ def netrc(path: Path) -> None:
     path.chmod(0o600)
 
 
+def test_no_server_is_asked_for_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`wandb.login` does, and waits for one that never answers."""
+    netrc(tmp_path / "netrc")
+    monkeypatch.setattr(wandb, "login", lambda **_: pytest.fail("asked"))
+    monkeypatch.setattr(wandb, "init", lambda **_: None)
+    with make(tmp_path):
+        pass
+    (tmp_path / "netrc").write_text("machine 127.0.0.1:9\n  password \n nonsense")
+    with make(tmp_path):
+        pass
+
+
 @pytest.mark.parametrize(
     ("asked", "key", "environment", "expected"),
     [
@@ -176,7 +180,6 @@ def netrc(path: Path) -> None:
         ("online", "", None, "offline"),  # rather than a question in a batch job
     ],
 )
-@pytest.mark.usefixtures("forget_keys")
 def test_mode(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -236,7 +239,6 @@ def test_a_body_that_raises_is_not_hidden_by_trouble(tmp_path: Path, monkeypatch
         raise KeyboardInterrupt
 
 
-@pytest.mark.usefixtures("forget_keys")
 def test_a_dead_network_means_offline_for_the_whole_sweep(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, messages: pytest.LogCaptureFixture
 ) -> None:

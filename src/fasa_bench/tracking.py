@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
+import netrc
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from fasa_bench.config import build
 from fasa_bench.store import flatten, plain, section_name
@@ -88,7 +89,7 @@ class WandbTracker(Tracker):
         with self._harmless():
             import wandb  # not at the top: it takes a second, and logger=none does without
 
-            mode = self._mode(wandb)
+            mode = self._mode()
             try:
                 self._run = self._init(wandb, mode)
             except Exception as error:
@@ -121,13 +122,13 @@ class WandbTracker(Tracker):
             if run is not None:
                 run.finish(exit_code=int(self.failed))
 
-    def _mode(self, wandb: Any) -> str:
+    def _mode(self) -> str:
         mode = os.environ.get("WANDB_MODE") or self.logger.mode
         if mode not in ("auto", "online"):
             return mode
         if self.unreachable:
             return "offline"
-        if _has_api_key(wandb):
+        if _has_api_key():
             return "online"
         if mode == "online":
             log.warning("W&B: no API key is configured (run `wandb login`); this run is logged offline")
@@ -165,12 +166,24 @@ class WandbTracker(Tracker):
             log.warning("W&B: %s; the run goes on without it", _line(error))
 
 
-def _has_api_key(wandb: Any) -> bool:
-    if os.environ.get("WANDB_API_KEY"):
+def _has_api_key() -> bool:
+    """A key in the environment, or in the netrc file where `wandb login` puts it.
+
+    W&B's own `login` would tell as well, but asks its server for the user's name and may wait for an answer forever.
+    """
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
-    if "prompt" in inspect.signature(wandb.login).parameters:
-        return bool(wandb.login(prompt=False, verify=False))  # netrc and settings files, never the keyboard
-    return bool(wandb.api.api_key)  # in versions whose login always asks
+    host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").netloc
+    home = Path("~").expanduser()
+    candidates = [os.environ.get("NETRC"), home / ".netrc", home / "_netrc"]
+    path = next((Path(name).expanduser() for name in candidates if name and Path(name).expanduser().exists()), None)
+    if path is None:
+        return False
+    try:
+        return netrc.netrc(path).authenticators(host) is not None
+    except (netrc.NetrcParseError, OSError) as error:
+        log.warning("W&B: %s cannot be read (%s)", path, _line(error))
+        return False
 
 
 def _numbers(tree: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
