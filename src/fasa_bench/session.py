@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fasa_bench import layer_budget
+from fasa_bench.allocator import keep_freed_memory
 from fasa_bench.attention import Reading, installed, reading
 from fasa_bench.cache import Cache
 from fasa_bench.clock import Clock
@@ -272,6 +273,7 @@ class Session:
         names = inspect.signature(inspect.unwrap(network.forward)).parameters
         self._cache_argument = "cache" if "cache" in names else "past_key_values"
         self._stack = contextlib.ExitStack()
+        keep_freed_memory()
 
     def __enter__(self) -> Session:
         self._stack.enter_context(torch.inference_mode())
