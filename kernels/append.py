@@ -68,9 +68,7 @@ def _append_kernel(
     tl.store(values + batch * values_batch + head * values_head + slot * values_token + dim, v, mask=real)
 
 
-def append(
-    key: Tensor, value: Tensor, order: Tensor, lead: Tensor, rest: Tensor, values: Tensor, end: Tensor
-) -> None:
+def append(key: Tensor, value: Tensor, order: Tensor, lead: Tensor, rest: Tensor, values: Tensor, end: Tensor) -> None:
     """Write one new key and value of every sequence and KV head at slot `end` (int32 [b]); `end` stays as it is.
 
     key, value: [b, H, d]. order: integers [H, d], contiguous, which dimension of the key comes at each place of

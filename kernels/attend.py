@@ -11,11 +11,14 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from .backend import autotune, jit, part_of_row, parts_of, power_of_2, product
+from .backend import autotune, jit, kernel, part_of_row, parts_of, power_of_2, product
 from .tip import LOG2E
 
 with suppress(ImportError):
     import triton.language as tl
+
+MOST_PARTS = 32  # of a row's chosen tokens
+MOST_PARTS_DENSE = 64  # of all
 
 
 def attend_reference(
@@ -48,24 +51,26 @@ def _merge(
     sums: tl.tensor,
     output: tl.tensor,
     row: tl.tensor,
+    parts: tl.tensor,
     HEADS: tl.constexpr,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
-    PARTS: tl.constexpr,
+    PARTS_PAD: tl.constexpr,
 ) -> None:
     """Join the parts' results of one row: each is weighed by its share of the sum of exponentials."""
-    part = tl.arange(0, PARTS)
+    part = tl.arange(0, PARTS_PAD)
+    real = part < parts
     dim = tl.arange(0, D_PAD)
     for g in tl.static_range(HEADS):
         head = row * HEADS + g
-        peak = tl.load(peaks + head * PARTS + part, cache_modifier=".cg")
-        total = tl.load(sums + head * PARTS + part, cache_modifier=".cg")
+        peak = tl.load(peaks + head * parts + part, mask=real, other=float("-inf"), cache_modifier=".cg")
+        total = tl.load(sums + head * parts + part, mask=real, other=0.0, cache_modifier=".cg")
         top = tl.max(peak, axis=0)
         weight = tl.exp2(peak - tl.where(top == float("-inf"), 0.0, top))
         norm = tl.sum(total * weight, axis=0)
         weight = weight / tl.where(norm > 0.0, norm, 1.0)
-        at = (head * PARTS + part)[:, None] * D + dim[None, :]
-        out = tl.load(outs + at, mask=(dim < D)[None, :], other=0.0, cache_modifier=".cg")
+        at = (head * parts + part)[:, None] * D + dim[None, :]
+        out = tl.load(outs + at, mask=real[:, None] & (dim < D)[None, :], other=0.0, cache_modifier=".cg")
         out = tl.sum(out * weight[:, None], axis=0)
         tl.store(output + head * D + dim, out.to(output.dtype.element_ty), mask=dim < D)
 
@@ -79,9 +84,9 @@ def _merge(
         ({"BLOCK": 64}, 8, 2),
         ({"BLOCK": 128}, 8, 3),
     ],
-    key=["HEADS", "R", "D", "PARTS", "CHOSEN", "size"],
+    key=["HEADS", "R", "D", "parts", "CHOSEN", "size"],
 )
-@jit
+@kernel("parts", "size")
 def _attend_kernel(
     query: tl.tensor,
     lead: tl.tensor,
@@ -105,6 +110,7 @@ def _attend_kernel(
     values_batch: tl.tensor,
     values_head: tl.tensor,
     k: tl.tensor,
+    parts: tl.tensor,
     size: tl.tensor,
     CHOSEN: tl.constexpr,  # attend to `slots`, else to all of [first, end)
     ROWS: tl.constexpr,  # of each sequence
@@ -120,7 +126,7 @@ def _attend_kernel(
     LEAD_TOKEN: tl.constexpr,
     REST_TOKEN: tl.constexpr,
     VALUES_TOKEN: tl.constexpr,
-    PARTS: tl.constexpr,
+    PARTS_PAD: tl.constexpr,  # 1: not split
     BLOCK: tl.constexpr,
 ) -> None:
     """One program: one part of one row's tokens, for all query heads of the row."""
@@ -134,7 +140,7 @@ def _attend_kernel(
     else:
         low = tl.load(first + batch)
         high = tl.load(end + batch)
-    start, stop = part_of_row(low, high, part, PARTS, BLOCK)
+    start, stop = part_of_row(low, high, part, parts, BLOCK)
 
     group = tl.arange(0, HEADS_PAD)
     real = (group < HEADS)[:, None]
@@ -177,25 +183,27 @@ def _attend_kernel(
         peak = top
 
     head = row * HEADS + group
-    if PARTS == 1:
+    if PARTS_PAD == 1:
         out = out / tl.where(total > 0.0, total, 1.0)[:, None]
         at_out = output + head[:, None] * D + dim[None, :]
         tl.store(at_out, out.to(output.dtype.element_ty), mask=real & (dim < D)[None, :])
     else:
-        tl.store(peaks + head * PARTS + part, peak, mask=group < HEADS)
-        tl.store(sums + head * PARTS + part, total, mask=group < HEADS)
-        at_outs = outs + (head * PARTS + part)[:, None] * D + dim[None, :]
+        tl.store(peaks + head * parts + part, peak, mask=group < HEADS)
+        tl.store(sums + head * parts + part, total, mask=group < HEADS)
+        at_outs = outs + (head * parts + part)[:, None] * D + dim[None, :]
         tl.store(at_outs, out, mask=real & (dim < D)[None, :])
         tl.debug_barrier()  # all threads' stores come before the count
-        if tl.atomic_add(done + row, 1, sem="acq_rel", scope="gpu") == PARTS - 1:
+        if tl.atomic_add(done + row, 1, sem="acq_rel", scope="gpu") == parts - 1:
             tl.store(done + row, 0)  # for the next launch
-            _merge(outs, peaks, sums, output, row, HEADS, D, D_PAD, PARTS)
+            _merge(outs, peaks, sums, output, row, parts, HEADS, D, D_PAD, PARTS_PAD)
 
 
 class AttendScratch:
     """What `attend` and `dense` write between their programs: results of `parts` parts of each row."""
 
-    def __init__(self, parts: int, batch: int, rows: int, query_heads: int, head_dim: int, device: torch.device) -> None:
+    def __init__(
+        self, parts: int, batch: int, rows: int, query_heads: int, head_dim: int, device: torch.device
+    ) -> None:
         self.parts = parts
         self.peaks, self.sums = torch.empty(2, batch, query_heads, parts, device=device).unbind()
         self.outs = torch.empty(batch, query_heads, parts, head_dim, device=device)
@@ -205,13 +213,13 @@ class AttendScratch:
     def for_slots(
         cls, batch: int, rows: int, k: int, query_heads: int, head_dim: int, device: torch.device
     ) -> AttendScratch:
-        return cls(parts_of(batch * rows, k, 16, 32, device), batch, rows, query_heads, head_dim, device)
+        return cls(parts_of(batch * rows, k, 16, MOST_PARTS, device), batch, rows, query_heads, head_dim, device)
 
     @classmethod
     def for_all(
         cls, batch: int, kv_heads: int, capacity: int, query_heads: int, head_dim: int, device: torch.device
     ) -> AttendScratch:
-        parts = parts_of(batch * kv_heads, capacity, 256, 64, device)
+        parts = parts_of(batch * kv_heads, capacity, 256, MOST_PARTS_DENSE, device)
         return cls(parts, batch, kv_heads, query_heads, head_dim, device)
 
 
@@ -301,6 +309,7 @@ def _launch(
         values.stride(0),
         values.stride(1),
         k,
+        scratch.parts,
         power_of_2(k),
         CHOSEN=slots is not None,
         ROWS=rows,
@@ -316,6 +325,6 @@ def _launch(
         LEAD_TOKEN=lead.stride(2),
         REST_TOKEN=others.stride(2),
         VALUES_TOKEN=values.stride(2),
-        PARTS=scratch.parts,
+        PARTS_PAD=1 if scratch.parts == 1 else MOST_PARTS if slots is not None else MOST_PARTS_DENSE,
     )
     return out

@@ -44,7 +44,13 @@ def unavailable(tensor: Tensor) -> str | None:
 
 
 def jit(function: Callable[..., Any]) -> Any:
+    """triton.jit where there is triton: for functions that kernels call."""
     return function if triton is None else triton.jit(function)
+
+
+def kernel(*varying: str) -> Callable[[Callable[..., None]], Any]:
+    """triton.jit for a kernel. varying: integers that change from call to call, for which no variants are compiled."""
+    return lambda function: function if triton is None else triton.jit(function, do_not_specialize=list(varying))
 
 
 def autotune(configs: Sequence[tuple[dict[str, int], int, int]], key: list[str]) -> Callable[[Any], Any]:
@@ -99,11 +105,11 @@ def token_counts(count: int | Tensor, batch: int, device: torch.device) -> Tenso
 
 @jit
 def part_of_row(
-    low: tl.tensor, high: tl.tensor, part: tl.tensor, PARTS: tl.constexpr, BLOCK: tl.constexpr
+    low: tl.tensor, high: tl.tensor, part: tl.tensor, parts: tl.tensor, BLOCK: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
     """The tokens [start, stop) of one part of a row that holds [low, high); starts are multiples of BLOCK."""
     origin = low // BLOCK * BLOCK
-    size = tl.cdiv(tl.cdiv(high - origin, PARTS), BLOCK) * BLOCK
+    size = tl.cdiv(tl.cdiv(high - origin, parts), BLOCK) * BLOCK
     start = origin + part * size
     return start, tl.minimum(start + size, high)
 

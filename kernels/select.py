@@ -15,11 +15,13 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from .backend import autotune, jit, part_of_row, parts_of, power_of_2
+from .backend import autotune, jit, kernel, part_of_row, parts_of, power_of_2
 from .tip import LOG2E
 
 with suppress(ImportError):
     import triton.language as tl
+
+MOST_PARTS = 32
 
 
 def group_reference(scores: Tensor, kv_heads: int, scale: float) -> Tensor:
@@ -61,9 +63,9 @@ def _bin(value: tl.tensor, bound: tl.tensor) -> tl.tensor:
 
 @autotune(
     [({"BLOCK": 1024}, 4, 2), ({"BLOCK": 512}, 4, 2), ({"BLOCK": 2048}, 8, 2), ({"BLOCK": 1024}, 8, 2)],
-    key=["GROUP", "MEAN", "PARTS", "size"],
+    key=["GROUP", "MEAN", "parts", "size"],
 )
-@jit
+@kernel("stats", "parts", "size", "sinks", "recent")
 def _tally_kernel(
     scores: tl.tensor,
     peaks: tl.tensor,
@@ -77,14 +79,14 @@ def _tally_kernel(
     sinks: tl.tensor,
     recent: tl.tensor,
     capacity: tl.tensor,
+    stats: tl.tensor,
+    parts: tl.tensor,
     size: tl.tensor,
     ROWS: tl.constexpr,  # of each sequence
     GROUP: tl.constexpr,  # rows of scores for each row
     GROUP_PAD: tl.constexpr,
     MEAN: tl.constexpr,
-    STATS: tl.constexpr,
     STATS_PAD: tl.constexpr,
-    PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """One program: one part of one row. MEAN: make the row's values from the scores of the group's query heads."""
@@ -92,13 +94,13 @@ def _tally_kernel(
     row = tl.program_id(1).to(tl.int64)
     low = tl.load(first + row // ROWS)
     high = tl.load(end + row // ROWS)
-    start, stop = part_of_row(low, high, part, PARTS, 512)
+    start, stop = part_of_row(low, high, part, parts, 512)
 
     group = tl.arange(0, GROUP_PAD)
     stat = tl.arange(0, STATS_PAD)
     real = group < GROUP
-    at_stat = (row * GROUP + group)[:, None] * STATS + stat[None, :]
-    in_stat = real[:, None] & (stat < STATS)[None, :]
+    at_stat = (row * GROUP + group)[:, None] * stats + stat[None, :]
+    in_stat = real[:, None] & (stat < stats)[None, :]
     peak = tl.load(peaks + at_stat, mask=in_stat, other=float("-inf"))
     top = tl.max(peak, axis=1)
     if MEAN:
@@ -129,7 +131,7 @@ def _tally_kernel(
         kind = _bin(_forced(value, token, low, high, sinks, recent), bound)
         counts += tl.histogram(tl.where(inside, kind, 0), 256)
         counts -= tl.where(tl.arange(0, 256) == 0, tl.sum((~inside).to(tl.int32), axis=0), 0)
-    tl.store(tally + (row * PARTS + part) * 256 + tl.arange(0, 256), counts)
+    tl.store(tally + (row * parts + part) * 256 + tl.arange(0, 256), counts)
     if part == 0:
         tl.store(bounds + row, bound)
 
@@ -208,8 +210,8 @@ def _settle(
         tl.store(slots + at + some, tl.full([BLOCK], -1, tl.int32), mask=at + some < k)
 
 
-@autotune([({"BLOCK": 1024}, 4, 2), ({"BLOCK": 1024}, 8, 2), ({"BLOCK": 2048}, 8, 2)], key=["PARTS", "size"])
-@jit
+@autotune([({"BLOCK": 1024}, 4, 2), ({"BLOCK": 1024}, 8, 2), ({"BLOCK": 2048}, 8, 2)], key=["parts", "size"])
+@kernel("parts", "size", "k", "sinks", "recent")
 def _choose_kernel(
     values: tl.tensor,
     bounds: tl.tensor,
@@ -224,9 +226,10 @@ def _choose_kernel(
     sinks: tl.tensor,
     recent: tl.tensor,
     capacity: tl.tensor,
+    parts: tl.tensor,
     size: tl.tensor,
     ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
+    PARTS_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """One program: one part of one row, the same part as in the tally."""
@@ -234,19 +237,20 @@ def _choose_kernel(
     row = tl.program_id(1).to(tl.int64)
     low = tl.load(first + row // ROWS)
     high = tl.load(end + row // ROWS)
-    start, stop = part_of_row(low, high, part, PARTS, 512)  # as in the tally, whatever the block
+    start, stop = part_of_row(low, high, part, parts, 512)  # as in the tally, whatever the block
     wanted = tl.minimum(k, tl.maximum(high - low, 0))
 
-    parts = tl.arange(0, PARTS)
+    each = tl.arange(0, PARTS_PAD)
     bins = tl.arange(0, 256)
-    by_part = tl.load(tally + (row * PARTS + parts)[:, None] * 256 + bins[None, :])
+    by_part = tally + (row * parts + each)[:, None] * 256 + bins[None, :]
+    by_part = tl.load(by_part, mask=(each < parts)[:, None], other=0)
     counts = tl.sum(by_part, axis=0)
     edge = tl.maximum(tl.sum((_at_least(counts) >= wanted).to(tl.int32), axis=0) - 1, 0)  # the bin of the k-th best
     better = (bins > edge).to(tl.int32)
     at_edge = (bins == edge).to(tl.int32)
     above = tl.sum(counts * better, axis=0)
     tied = tl.sum(counts * at_edge, axis=0)
-    earlier = by_part * (parts < part).to(tl.int32)[:, None]
+    earlier = by_part * (each < part).to(tl.int32)[:, None]
     chosen_at = tl.sum(tl.sum(earlier * better[None, :], axis=1), axis=0)
     tied_at = tl.sum(tl.sum(earlier * at_edge[None, :], axis=1), axis=0)
 
@@ -267,14 +271,14 @@ def _choose_kernel(
         tied_at += tl.sum(is_tied, axis=0)
 
     tl.debug_barrier()  # all threads' stores come before the count
-    if tl.atomic_add(done + row, 1, sem="acq_rel", scope="gpu") == PARTS - 1:
+    if tl.atomic_add(done + row, 1, sem="acq_rel", scope="gpu") == parts - 1:
         tl.store(done + row, 0)  # for the next launch
         from_row = row * capacity
         _settle(tied_values + from_row, tied_slots + from_row, slots + row * k, tied, above, wanted, k, BLOCK)
 
 
 def select_parts(batch: int, rows: int, capacity: int, device: torch.device) -> int:
-    return parts_of(batch * rows, capacity, smallest=1024, most=32, device=device)
+    return parts_of(batch * rows, capacity, smallest=1024, most=MOST_PARTS, device=device)
 
 
 class SelectScratch:
@@ -326,7 +330,6 @@ def select(
         scratch = SelectScratch(batch, rows, capacity, k, scores.device)
     grid = (scratch.parts, batch * rows)
     values = scratch.values if group > 1 else scores  # one query head's softmax ranks as its scores do
-    size = power_of_2(capacity)
     _tally_kernel[grid](
         scores,
         peaks,
@@ -340,14 +343,14 @@ def select(
         sinks,
         recent,
         capacity,
-        size,
+        peaks.shape[-1],
+        scratch.parts,
+        power_of_2(capacity),
         ROWS=rows,
         GROUP=group,
         GROUP_PAD=power_of_2(group),
         MEAN=group > 1,
-        STATS=peaks.shape[-1],
-        STATS_PAD=power_of_2(peaks.shape[-1]),
-        PARTS=scratch.parts,
+        STATS_PAD=max(64, power_of_2(peaks.shape[-1])),  # 64: one variant for every number of parts of `tip`
     )
     _choose_kernel[grid](
         values,
@@ -363,8 +366,9 @@ def select(
         sinks,
         recent,
         capacity,
-        size,
+        scratch.parts,
+        power_of_2(capacity),
         ROWS=rows,
-        PARTS=scratch.parts,
+        PARTS_PAD=MOST_PARTS,
     )
     return scratch.slots

@@ -12,7 +12,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from .backend import autotune, jit, part_of_row, parts_of, power_of_2, product
+from .backend import autotune, kernel, part_of_row, parts_of, power_of_2, product
 
 with suppress(ImportError):
     import triton.language as tl
@@ -22,7 +22,7 @@ LOG2E = 1.4426950408889634  # exp(x) = 2 ** (x * LOG2E), and the device has an i
 
 def tip_reference(tip_query: Tensor, lead: Tensor, first: Tensor, end: Tensor) -> Tensor:
     """Scores of all cached tokens: [b, Hq, r] and [b, H, cap, r] -> float32 [b, Hq, cap]; -inf outside [first, end)."""
-    batch, heads, capacity, _ = lead.shape
+    heads, capacity = lead.shape[1:3]
     query = tip_query.float().unflatten(1, (heads, -1))  # [b, H, G, r]
     scores = (query @ lead.float().transpose(2, 3)).flatten(1, 2)
     token = torch.arange(capacity, device=lead.device)
@@ -38,9 +38,9 @@ def tip_reference(tip_query: Tensor, lead: Tensor, first: Tensor, end: Tensor) -
         ({"BLOCK": 256}, 8, 3),
         ({"BLOCK": 512}, 8, 2),
     ],
-    key=["GROUP", "R", "PARTS", "size"],
+    key=["GROUP", "R", "parts", "size"],
 )
-@jit
+@kernel("parts", "size")
 def _tip_kernel(
     query: tl.tensor,
     lead: tl.tensor,
@@ -55,13 +55,13 @@ def _tip_kernel(
     lead_batch: tl.tensor,
     lead_head: tl.tensor,
     capacity: tl.tensor,
+    parts: tl.tensor,
     size: tl.tensor,  # of the work, for the tuner
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     R: tl.constexpr,
     R_PAD: tl.constexpr,
     LEAD_TOKEN: tl.constexpr,
-    PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """One program: one KV head of one sequence, one part of its tokens, all query heads of the group."""
@@ -70,7 +70,7 @@ def _tip_kernel(
     batch = row // HEADS
     head = row % HEADS
     low = tl.load(first + batch)
-    start, stop = part_of_row(low, tl.load(end + batch), part, PARTS, BLOCK)
+    start, stop = part_of_row(low, tl.load(end + batch), part, parts, BLOCK)
 
     group = tl.arange(0, 16)  # a matrix product has at least 16 rows
     dim = tl.arange(0, R_PAD)
@@ -93,7 +93,7 @@ def _tip_kernel(
         total = total * tl.exp2((peak - base) * scale) + tl.sum(tl.exp2((s - base[:, None]) * scale), axis=1)
         peak = top
 
-    stat = (row * GROUP + group) * PARTS + part
+    stat = (row * GROUP + group) * parts + part
     tl.store(peaks + stat, peak, mask=group < GROUP)
     tl.store(sums + stat, total, mask=group < GROUP)
 
@@ -126,7 +126,8 @@ def tip(
     if out is None:
         parts = tip_parts(batch, kv_heads, capacity, lead.device)
         scores = torch.empty(batch, query_heads, capacity, device=lead.device)
-        out = (scores, *torch.empty(2, batch, query_heads, parts, device=lead.device).unbind())
+        peaks, sums = torch.empty(2, batch, query_heads, parts, device=lead.device).unbind()
+        out = scores, peaks, sums
     scores, peaks, sums = out
     parts = peaks.shape[-1]
     _tip_kernel[(parts, batch * kv_heads)](
@@ -143,12 +144,12 @@ def tip(
         lead.stride(0),
         lead.stride(1),
         capacity,
+        parts,
         power_of_2(capacity) * batch,
         HEADS=kv_heads,
         GROUP=group,
         R=width,
         R_PAD=max(16, power_of_2(width)),
         LEAD_TOKEN=lead.stride(2),
-        PARTS=parts,
     )
     return out
