@@ -62,9 +62,10 @@ def autotune(configs: Sequence[tuple[dict[str, int], int, int]], key: list[str])
     def tuned(kernel: Any) -> Any:
         if triton is None:
             return kernel
-        tried = configs[:1] if INTERPRETED else configs  # the interpreter is checked for values, not for time
+        if INTERPRETED or not torch.cuda.is_available():  # some versions' tuner looks for a GPU when it is made
+            return triton.heuristics({name: lambda _, size=size: size for name, size in configs[0][0].items()})(kernel)
         return triton.autotune(
-            [triton.Config(blocks, num_warps=warps, num_stages=stages) for blocks, warps, stages in tried],
+            [triton.Config(blocks, num_warps=warps, num_stages=stages) for blocks, warps, stages in configs],
             key=key,
             do_bench=lambda call, quantiles: triton.testing.do_bench(call, warmup=2, rep=10, quantiles=quantiles),
         )(kernel)
