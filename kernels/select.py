@@ -130,7 +130,7 @@ def _tally_kernel(
             value = tl.load(scores + row * capacity + token, mask=allocated, other=0.0)
         kind = _bin(_forced(value, token, low, high, sinks, recent), bound)
         counts += tl.histogram(tl.where(inside, kind, 0), 256)
-        counts -= tl.where(tl.arange(0, 256) == 0, tl.sum((~inside).to(tl.int32), axis=0), 0)
+        counts -= tl.where(tl.arange(0, 256) == 0, BLOCK - tl.sum(inside.to(tl.int32), axis=0), 0)
     tl.store(tally + (row * parts + part) * 256 + tl.arange(0, 256), counts)
     if part == 0:
         tl.store(bounds + row, bound)
