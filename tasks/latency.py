@@ -18,7 +18,7 @@ from fasa_bench.environment import environment
 from fasa_bench.errors import UserError
 from fasa_bench.statistics import bootstrap
 from fasa_bench.task import Example, Metric, Prediction, Task, Timing
-from fasa_bench.timing import MODULES
+from fasa_bench.timing import GLUE, MODULES
 
 if TYPE_CHECKING:
     from fasa_bench.models import Model
@@ -120,7 +120,9 @@ class Latency(Task):
                 found[f"{key}_limit_ms"] = 1e3 * bytes_moved / rate
                 found[f"{key}_share"] = found[f"{key}_limit_ms"] / found[f"{key}_ms"]
                 found[f"{key}_accounted"] = sum(part["stages_ms"].values()) / found[f"{key}_ms"]
-                found[f"{key}_attention_ms"] = sum(ms for name, ms in part["stages_ms"].items() if name != MODULES)
+                found[f"{key}_attention_ms"] = sum(
+                    ms for name, ms in part["stages_ms"].items() if name not in (MODULES, GLUE)
+                )
             if who != "method":
                 pairs = zip(_turns(part["step_ms"], self.block), own, strict=True)
                 name = "speedup" if who == "full" else "plain_speedup"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -40,7 +41,9 @@ class Plain:
         self.position = self.position + 1
         return self.clock.seconds.pop("step")
 
-    @property
-    def device_bytes(self) -> int:
+    def staged(self, token_ids: Tensor) -> None:
+        """Its parts are not timed."""
+
+    def found(self) -> dict[str, Any]:
         held = [tensor for layer in self.cache.layers for tensor in (layer.keys, layer.values)]
-        return sum(tensor.nbytes for tensor in held if isinstance(tensor, torch.Tensor))
+        return {"device_bytes": sum(tensor.nbytes for tensor in held if isinstance(tensor, Tensor)), "host_bytes": 0}

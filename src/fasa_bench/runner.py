@@ -26,7 +26,7 @@ from fasa_bench.session import Decoder, Generation, Prefilled, Session
 from fasa_bench.statistics import quantiles
 from fasa_bench.store import RunStore, load_run, run_id
 from fasa_bench.task import Example, Prediction, Task, Timing
-from fasa_bench.timing import DoesNotFit, begin, measure
+from fasa_bench.timing import DoesNotFitError, begin, measure
 from fasa_bench.tracking import Tracker
 
 log = logging.getLogger("fasa_bench")
@@ -180,7 +180,7 @@ def _time(session: Session, job: Job, example: Example, timing: Timing) -> dict[
             prediction = Prediction([], "", "timed", measured=measured)
             row = _row(prefilled, decoder, example, prediction)
             row |= {"step_ms": measured["method"]["step_ms"], "stages_ms": measured["method"]["stages_ms"]}
-    except DoesNotFit as reason:
+    except DoesNotFitError as reason:
         log.warning("%s: %s", example.id, reason)
         prediction = Prediction([], "", "timed", measured={"does_not_fit": str(reason)})
         row = {"id": example.id, **_answers(prediction), "fields": example.fields, **NOTHING}

@@ -46,6 +46,10 @@ class Timing:
     prompt_pass: bool = False
     seed: int = 0
 
+    @property
+    def turns(self) -> int:
+        return -(-self.steps // self.block)
+
 
 @dataclass
 class Example:

@@ -9,12 +9,15 @@ import contextlib
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
 
+from fasa_bench.clock import Clock
 from fasa_bench.filling import filled
 from fasa_bench.method import Method, Observation
 from fasa_bench.plain import Plain
@@ -22,21 +25,21 @@ from fasa_bench.roofline import bandwidth, free_bytes
 from fasa_bench.session import Decoder, Prefilled, Session
 from fasa_bench.task import Timing
 
-MODULES = "modules"  # stage: all parts of the network but attention (projections, MLP, norms, embedding, head)
-STAGE_STEPS = 8  # steps for the table of stages, after the timed ones
+MODULES = "modules"  # stage: projections, MLP, norms, embedding, head: all modules without others inside
+GLUE = "glue"  # stage: what layers do besides: rotation, residuals, appending, the calls themselves
 SPARE = 1.05  # of the bytes of a cache, for what else a step needs
 
 
-class DoesNotFit(Exception):
+class DoesNotFitError(Exception):
     """An example needs more memory than is free."""
 
 
 def begin(session: Session, prompt_ids: Sequence[int], timing: Timing, observe: Observation) -> Prefilled:
     """The cache that is decoded from, filled as `timing` says; its `seconds` are those of a real pass, else NaN.
 
-    Raises DoesNotFit: by what a token takes and what is free, or when the device says so.
+    Raises DoesNotFitError: by what a token takes and what is free, or when the device says so.
     """
-    reserve = timing.warmup + timing.steps + STAGE_STEPS + 1
+    reserve = timing.warmup + timing.steps + timing.turns
     ids = torch.tensor(prompt_ids).expand(timing.batch, -1)
     with _refusing():
         one = session.prefill(ids[:, :16])  # the pass's warm-up as well
@@ -52,47 +55,66 @@ def begin(session: Session, prompt_ids: Sequence[int], timing: Timing, observe: 
         return prefilled
 
 
+class Stepping:
+    """A decoder that takes part: steps that are timed whole, and steps whose stages are timed, which takes longer."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.decoder = decoder
+        self.stages_ms: dict[str, list[float]] = defaultdict(list)
+        self.read_bytes = 0
+
+    def step(self, token_ids: Tensor) -> float:
+        """Seconds of a step over the next tokens [b, 1]."""
+        before = self.decoder.read_bytes
+        self.decoder.step(token_ids)
+        self.read_bytes = self.decoder.read_bytes - before
+        return self.decoder.step_seconds[-1]
+
+    def staged(self, token_ids: Tensor) -> None:
+        """A step more, for the table of stages."""
+        clock = self.decoder.state.clock
+        fine, clock.fine = clock.fine, True
+        clock.seconds.clear()
+        with _timed_modules(self.decoder.session.network, clock):
+            self.decoder.step(token_ids)
+        attention = sum(seconds for name, seconds in clock.seconds.items() if name not in (MODULES, GLUE))
+        clock.seconds[GLUE] -= attention + clock.seconds[MODULES]
+        for name, seconds in clock.seconds.items():
+            self.stages_ms[name].append(1e3 * seconds)
+        clock.seconds.clear()
+        clock.fine = fine
+
+    def found(self) -> dict[str, Any]:
+        return {
+            "stages_ms": {name: round(statistics.median(times), 4) for name, times in self.stages_ms.items()},
+            "read_bytes": self.read_bytes,
+            "device_bytes": self.decoder.cache.device_bytes,
+            "host_bytes": self.decoder.cache.host_bytes,
+        }
+
+
 def measure(decoder: Decoder, timing: Timing) -> dict[str, Any]:
-    """Time a method's decoder, and in turns with it those that `timing` asks for; raises DoesNotFit.
+    """Time a method's decoder, and in turns with it those that `timing` asks for; raises DoesNotFitError.
 
-    Returns, in JSON types, for each of "method", "full", "plain": step_ms, as they were taken, `block` to a turn;
-    stages_ms of one step (medians; their names are those of the clock, and "modules"); read_bytes a step; device_bytes
-    and host_bytes of the cache. And weight_bytes that a step reads, and bandwidth (fasa_bench.roofline).
+    Returns, in JSON types, for each of "method", "full", "plain": step_ms, as they were taken, `block` to a turn. For
+    the first two: stages_ms of one step, medians (their names are the clock's, MODULES and GLUE); read_bytes of the
+    last step; device_bytes and host_bytes of the cache. And weight_bytes that a step reads; bandwidth, bytes/s of this
+    device (fasa_bench.roofline).
     """
-    prefilled = decoder.prefilled
-    decoders = {"method": decoder}
+    session = decoder.session
     with _refusing(), contextlib.ExitStack() as stack:
-        steps: dict[str, Callable[[Tensor], float]] = {"method": _stepping(decoder)}
+        taking: dict[str, Stepping | Plain] = {"method": Stepping(decoder)}
         if timing.baseline:
-            decoders["full"] = stack.enter_context(prefilled.fork(Method("fkv"), None))
-            steps["full"] = _stepping(decoders["full"])
+            taking["full"] = Stepping(stack.enter_context(decoder.prefilled.fork(Method("fkv"), None)))
         if timing.plain:
-            steps["plain"] = Plain(prefilled).step
-        tokens = _tokens(decoder, timing)
-        for _ in range(timing.warmup):
-            for step in steps.values():
-                step(next(tokens))
-        before = {name: each.read_bytes for name, each in decoders.items()}
-        step_ms = _take_turns(steps, tokens, timing)
-        found: dict[str, dict[str, Any]] = {name: {"step_ms": times} for name, times in step_ms.items()}
-        steps.clear()  # transformers' cache is not needed any more
-        for name, each in decoders.items():
-            found[name] |= {
-                "read_bytes": (each.read_bytes - before[name]) // len(step_ms[name]),
-                "device_bytes": each.cache.device_bytes,
-                "host_bytes": each.cache.host_bytes,
-                "stages_ms": _stages(each, tokens),
-            }
-    rates = {name: round(rate) for name, rate in bandwidth(decoder.session.device).items()}
-    return {**found, "weight_bytes": _weight_bytes(decoder.session), "bandwidth": rates}
-
-
-def _stepping(decoder: Decoder) -> Callable[[Tensor], float]:
-    def step(token_ids: Tensor) -> float:
-        decoder.step(token_ids)
-        return decoder.step_seconds[-1]
-
-    return step
+            taking["plain"] = Plain(decoder.prefilled)
+        step_ms = _take_turns(taking, _tokens(decoder, timing), timing)
+        found: dict[str, dict[str, Any]] = {
+            name: {"step_ms": step_ms[name], **each.found()} for name, each in taking.items()
+        }
+        taking.clear()
+    rates = {name: round(rate) for name, rate in bandwidth(session.device).items()}
+    return {**found, "weight_bytes": _weight_bytes(session.network), "bandwidth": rates}
 
 
 def _tokens(decoder: Decoder, timing: Timing) -> Iterator[Tensor]:
@@ -103,39 +125,42 @@ def _tokens(decoder: Decoder, timing: Timing) -> Iterator[Tensor]:
 
 
 def _take_turns(
-    steps: dict[str, Callable[[Tensor], float]], tokens: Iterator[Tensor], timing: Timing
+    taking: Mapping[str, Stepping | Plain], tokens: Iterator[Tensor], timing: Timing
 ) -> dict[str, list[float]]:
-    """Milliseconds of `timing.steps` steps of each; who comes first changes from turn to turn."""
-    found: dict[str, list[float]] = {name: [] for name in steps}
-    order = list(steps)
-    for _ in range(-(-timing.steps // timing.block)):
+    """Milliseconds of `timing.steps` steps of each; a turn ends with the step for the table of stages.
+
+    Who comes first changes from turn to turn.
+    """
+    found: dict[str, list[float]] = {name: [] for name in taking}
+    for each in taking.values():
+        for _ in range(timing.warmup):
+            each.step(next(tokens))
+    order = list(taking)
+    for _ in range(timing.turns):
         for name in order:
-            found[name] += [round(1e3 * steps[name](next(tokens)), 4) for _ in range(timing.block)]
+            found[name] += [round(1e3 * taking[name].step(next(tokens)), 4) for _ in range(timing.block)]
+            taking[name].staged(next(tokens))
         order.reverse()
     return found
 
 
-def _stages(decoder: Decoder, tokens: Iterator[Tensor]) -> dict[str, float]:
-    """Median milliseconds of each stage over a few steps of their own, which measuring the parts makes longer."""
-    clock = decoder.state.clock
-    fine, clock.fine = clock.fine, True
-    kept, found = dict(clock.seconds), defaultdict(list)
-    with _timed_modules(decoder):
-        for _ in range(STAGE_STEPS):
-            clock.seconds.clear()
-            decoder.step(next(tokens))
-            for name, seconds in clock.seconds.items():
-                found[name].append(1e3 * seconds)
-    clock.fine = fine
-    clock.seconds.clear()
-    clock.seconds.update(kept)
-    return {name: round(statistics.median(times), 4) for name, times in found.items()}
-
-
 @contextlib.contextmanager
-def _timed_modules(decoder: Decoder) -> Iterator[None]:
-    """Put the time of all modules that have no others inside on the decoder's clock."""
-    clock = decoder.state.clock
+def _timed_modules(network: torch.nn.Module, clock: Clock) -> Iterator[None]:
+    """Put on the clock: all modules that have no others inside, and whole layers, which GLUE is what is left of."""
+    leaves = [module for module in network.modules() if not list(module.children())]
+    layers = [layer for part in network.modules() if isinstance(part, torch.nn.ModuleList) for layer in part]
+    inside = {id(module) for layer in layers for module in layer.modules()}
+    outer = [*layers, *(leaf for leaf in leaves if id(leaf) not in inside)]
+    hooks = [hook for module in outer for hook in _timed(module, clock, GLUE)]
+    hooks += [hook for module in leaves for hook in _timed(module, clock, MODULES)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _timed(module: torch.nn.Module, clock: Clock, stage: str) -> list[RemovableHandle]:
     start = 0.0
 
     def before(*_: Any) -> None:
@@ -145,29 +170,23 @@ def _timed_modules(decoder: Decoder) -> Iterator[None]:
 
     def after(*_: Any) -> None:
         clock.wait()
-        clock.seconds[MODULES] += time.perf_counter() - start
+        clock.seconds[stage] += time.perf_counter() - start
 
-    leaves = [module for module in decoder.session.network.modules() if not list(module.children())]
-    hooks = [leaf.register_forward_pre_hook(before) for leaf in leaves]
-    hooks += [leaf.register_forward_hook(after) for leaf in leaves]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    return [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
 
 
-def _weight_bytes(session: Session) -> int:
+def _weight_bytes(network: PreTrainedModel) -> int:
     """Weights that a step reads: all but the rows of the embedding, unless it is the head too."""
-    embedding, head = session.network.get_input_embeddings().weight, session.network.get_output_embeddings().weight
-    total = sum(weight.nbytes for weight in session.network.parameters())
+    embedding = network.get_input_embeddings().weight
+    head = network.get_output_embeddings().weight
+    total = sum(weight.nbytes for weight in network.parameters())
     return total if head is embedding else total - embedding.nbytes
 
 
 def _check_room(session: Session, needed: int) -> None:
     free = free_bytes(session.device)
     if free is not None and needed > free:
-        raise DoesNotFit(f"needs {needed / 2**30:.1f} GiB of memory, {free / 2**30:.1f} GiB are free")
+        raise DoesNotFitError(f"needs {needed / 2**30:.1f} GiB of memory, {free / 2**30:.1f} GiB are free")
 
 
 @contextlib.contextmanager
@@ -176,4 +195,4 @@ def _refusing() -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise DoesNotFit(str(error).split("\n")[0]) from error
+        raise DoesNotFitError(str(error).split("\n")[0]) from error
