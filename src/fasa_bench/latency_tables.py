@@ -1,7 +1,4 @@
-"""Stored timings as Markdown: decode time against full KV, and the stages of a step. Reads run folders only.
-
-python -m fasa_bench.latency_tables [--results-dir results]
-"""
+"""Stored timings as Markdown: decode time against full KV, and the stages of a step. Reads run folders only."""
 
 from __future__ import annotations
 
@@ -13,8 +10,8 @@ import numpy as np
 
 from fasa_bench.statistics import bootstrap, quantiles
 from fasa_bench.store import Run
-from fasa_bench.task import Metric
 from fasa_bench.tables import MIB, MISSING, budget, machine, number
+from fasa_bench.task import Metric
 
 WHO = {"method": "", "full": "full KV", "plain": "transformers"}  # the method has the run's own name
 STAGES = ("tip", "select", "top_k", "transfer", "gather", "attend", "update", "modules", "glue")  # their order
@@ -77,11 +74,12 @@ class Timings:
         name = run.name("method") + ("" if given is None else f" {given}")
         rows = [row for row in run.rows if "method" in row["measured"]]
         rows.sort(key=lambda row: (row["fields"]["batch"], row["fields"]["context"]))
-        examples = [
-            {who: Timed(called or name, row["measured"][who], row) for who, called in WHO.items() if who in row["measured"]}
-            for row in rows
-        ]
-        return cls(run, name, examples, {row["id"]: row["measured"]["does_not_fit"] for row in run.rows if row not in rows})
+        examples = []
+        for row in rows:
+            took_part = [who for who in WHO if who in row["measured"]]
+            examples.append({who: Timed(WHO[who] or name, row["measured"][who], row) for who in took_part})
+        reasons = {row["id"]: (row["measured"] or {}).get("does_not_fit") for row in run.rows}
+        return cls(run, name, examples, {example: reason for example, reason in reasons.items() if reason})
 
     def of_one(self, who: str, batch: int | None = None) -> list[Timed]:
         """Those of "method", "full" or "plain", at one batch (default: the smallest)."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -77,8 +76,6 @@ class Stepping:
         clock.seconds.clear()
         with _timed_modules(self.decoder.session.network, clock):
             self.decoder.step(token_ids)
-        attention = sum(seconds for name, seconds in clock.seconds.items() if name not in (MODULES, GLUE))
-        clock.seconds[GLUE] -= attention + clock.seconds[MODULES]
         for name, seconds in clock.seconds.items():
             self.stages_ms[name].append(1e3 * seconds)
         clock.seconds.clear()
@@ -146,12 +143,10 @@ def _take_turns(
 
 @contextlib.contextmanager
 def _timed_modules(network: torch.nn.Module, clock: Clock) -> Iterator[None]:
-    """Put on the clock: all modules that have no others inside, and whole layers, which GLUE is what is left of."""
+    """Two stages more: modules that have no others inside, and what whole layers take besides all other stages."""
     leaves = [module for module in network.modules() if not list(module.children())]
     layers = [layer for part in network.modules() if isinstance(part, torch.nn.ModuleList) for layer in part]
-    inside = {id(module) for layer in layers for module in layer.modules()}
-    outer = [*layers, *(leaf for leaf in leaves if id(leaf) not in inside)]
-    hooks = [hook for module in outer for hook in _timed(module, clock, GLUE)]
+    hooks = [hook for module in layers for hook in _timed(module, clock, GLUE)]
     hooks += [hook for module in leaves for hook in _timed(module, clock, MODULES)]
     try:
         yield
@@ -161,16 +156,13 @@ def _timed_modules(network: torch.nn.Module, clock: Clock) -> Iterator[None]:
 
 
 def _timed(module: torch.nn.Module, clock: Clock, stage: str) -> list[RemovableHandle]:
-    start = 0.0
+    running = contextlib.ExitStack()
 
     def before(*_: Any) -> None:
-        nonlocal start
-        clock.wait()
-        start = time.perf_counter()
+        running.enter_context(clock.stage(stage))
 
     def after(*_: Any) -> None:
-        clock.wait()
-        clock.seconds[stage] += time.perf_counter() - start
+        running.close()
 
     return [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
 
