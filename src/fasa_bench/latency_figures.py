@@ -58,14 +58,15 @@ def figure3(found: Sequence[Timings], paper: Mapping[str, Any]) -> Figure:
     drawn = Figure(figsize=(7, 2.6), layout="constrained")
     theirs, ours, faster = drawn.subplots(1, 3)
     _bars(theirs, paper["contexts"], paper["prefill_s"], paper["decode_s"])
-    theirs.set_title("Paper: full KV\nmodel, GPU and decoded tokens not stated")
+    theirs.set_title("Paper: full KV (model, GPU,\ndecoded tokens not stated)")
     full = _full(found)
     passes = [timed.row["prefill_s"] for timed in full]
     _bars(ours, [timed.context for timed in full], passes, [DECODED * timed.median_ms / 1e3 for timed in full])
-    ours.set_title(f"Ours: full KV\n{DECODED} tokens decoded")
+    ours.set_title(f"Ours: full KV,\n{DECODED} tokens decoded")
     theirs.legend(loc="upper left", frameon=False, handlelength=1.2)
     _speedups(faster, found)
-    drawn.supxlabel(_where(found), **SMALL)
+    notes = "percentages: share of the prompt pass, where it was timed; vertical lines: 95 % interval over turns"
+    drawn.supxlabel(f"{_where(found)}; {notes}", **SMALL)
     return drawn
 
 
@@ -135,7 +136,7 @@ def _bars(ax: Axes, contexts: Sequence[int], prompt: Sequence[float | None], dec
         share = "" if one is None else f"{one / (one + other):.0%}"
         ax.annotate(share, (place, (one or 0.0) + other), (0, 1), textcoords="offset points", ha="center", **SMALL)
     ax.set_xticks(places, [short(context) for context in contexts])
-    ax.set_xlabel("prompt tokens; above: share of the prompt pass")
+    ax.set_xlabel("prompt tokens")
     ax.set_ylabel("seconds")
 
 
@@ -150,33 +151,33 @@ def _speedups(ax: Axes, found: Sequence[Timings]) -> None:
         for timed, entry in zip(own, entries, strict=True):
             if entry["ci_low"] is not None:
                 ax.plot([timed.context] * 2, [entry["ci_low"], entry["ci_high"]], color=_look(place)["color"])
-        limits = [
-            (timed, full) for timed, full in zip(own, each.of_one("full", batch=1), strict=False) if full.limit_ms
-        ]
+        full = each.of_one("full", batch=1)
+        limits = [pair for pair in zip(own, full, strict=False) if pair[1].limit_ms]
         ax.plot(
             [timed.context for timed, _ in limits],
             [(full.limit_ms or math.nan) / (timed.limit_ms or math.nan) for timed, full in limits],
             color=_look(place)["color"],
             linewidth=0.7,
             linestyle=":",
-            label="by bytes read" if place == 0 else None,
+            label="limit by bytes read" if place == 0 else None,
         )
         contexts |= {timed.context for timed in own}
-    ax.plot([65536], [2.56], color="black", marker="*", markersize=7, linestyle="", label="paper, FASA-C")
+    ax.plot([65536], [2.56], color="black", marker="*", markersize=7, linestyle="", label="paper, FASA-C, 64K")
     _context_axis(ax, sorted(contexts | {65536}))
     ax.set_ylim(bottom=0)
-    ax.set_title("Ours: decode step\ntimes as fast as full KV")
+    ax.set_title("Ours: a decode step,\ntimes as fast as full KV")
     ax.set_xlabel("cached tokens")
     ax.legend(loc="upper left", frameon=False)
 
 
 def _their_points(ax: Axes, series: Mapping[str, Any], contexts: Sequence[int]) -> None:
-    looks = {"fkv": FULL, "fasa_c": _look(0), "fasa_m": _look(1)}
+    looks = {"fkv": FULL, "fasa_c": _look(0), "fasa_m": _look(1)}  # single points, hence no lines
     for name, entry in series.items():
         points = entry.get("points")
         label = NAMES[name] if points else f"{NAMES[name]}: as {NAMES[entry['same_as']]}"
         points = points or {}
-        ax.plot(list(points), list(points.values()), label=label, markerfacecolor="white", **looks[name])
+        look = {**looks[name], "linestyle": "", "markerfacecolor": "white"}
+        ax.plot(list(points), list(points.values()), label=label, **look)
     _context_axis(ax, contexts)
     ax.set_ylim(bottom=0)
     ax.set_xlabel("cached tokens")
@@ -193,10 +194,11 @@ def _line(ax: Axes, series: Sequence[Timed], values: Sequence[float], **look: An
 
 def _context_axis(ax: Axes, contexts: Sequence[int]) -> None:
     ax.set_xscale("log", base=2)
+    ax.set_xlim(min(contexts) / 1.25, max(contexts) * 1.25)
     ax.xaxis.set_major_locator(FixedLocator(list(contexts)))
     ax.xaxis.set_minor_locator(NullLocator())
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(int(value))))
 
 
 def _where(found: Sequence[Timings]) -> str:
-    return "ours: " + "; ".join(dict.fromkeys(each.where for each in found)) + ". Bars: 95 % interval over turns"
+    return "ours: " + "; ".join(dict.fromkeys(each.where for each in found))
