@@ -1,7 +1,7 @@
 """One attention layer at decode time: FASA against the best dense attention, in turns, on this machine.
 
-Drives the harness's own cache, selection and attention (`attention.forward`, no copy of it) on random keys and values, with
-random dominant chunks: which ones are chosen does not change how long it takes. Default shape: Llama-3.1-8B's.
+Drives the harness's own cache, selection and attention (`attention.forward`, no copy of it) on random keys and values,
+with random dominant chunks: which ones are chosen does not change how long it takes. Default shape: Llama-3.1-8B's.
 
 PYTHONPATH=src python benchmarks/attention_layer.py [--tokens 8192,65536] [--out FILE.json]
 """
@@ -36,7 +36,18 @@ FORMS: dict[str, tuple[Granularity, Granularity]] = {  # whose chunks, whose tok
     "FASA, chunks per KV head, tokens per query head": ("kv_head", "query_head"),
     "FASA, all per query head (paper)": ("query_head", "query_head"),
 }
-HEAD = ["tokens", "batch", "form", "ms", "quartiles", "times as fast", "limit", "of the limit", "MiB read", "of bandwidth"]
+HEAD = [
+    "tokens",
+    "batch",
+    "form",
+    "ms",
+    "quartiles",
+    "times as fast",
+    "limit",
+    "of the limit",
+    "MiB read",
+    "of bandwidth",
+]
 
 
 @dataclass(frozen=True)

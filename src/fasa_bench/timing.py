@@ -105,7 +105,7 @@ def measure(decoder: Decoder, timing: Timing) -> dict[str, Any]:
             taking["full"] = Stepping(stack.enter_context(decoder.prefilled.fork(Method("fkv"), None)))
         if timing.plain:
             taking["plain"] = Plain(decoder.prefilled)
-        step_ms = _take_turns(taking, _tokens(decoder, timing), timing)
+        step_ms = take_turns(taking, decoder.logits.shape[-1], timing)
         found: dict[str, dict[str, Any]] = {
             name: {"step_ms": step_ms[name], **each.found()} for name, each in taking.items()
         }
@@ -114,20 +114,19 @@ def measure(decoder: Decoder, timing: Timing) -> dict[str, Any]:
     return {**found, "weight_bytes": _weight_bytes(session.network), "bandwidth": rates}
 
 
-def _tokens(decoder: Decoder, timing: Timing) -> Iterator[Tensor]:
+def _random_tokens(vocabulary: int, timing: Timing) -> Iterator[Tensor]:
     """Token ids [b, 1] without end: which ones does not matter."""
     generator = torch.Generator().manual_seed(timing.seed)
     while True:
-        yield torch.randint(decoder.logits.shape[-1], (timing.batch, 1), generator=generator)
+        yield torch.randint(vocabulary, (timing.batch, 1), generator=generator)
 
 
-def _take_turns(
-    taking: Mapping[str, Stepping | Plain], tokens: Iterator[Tensor], timing: Timing
-) -> dict[str, list[float]]:
+def take_turns(taking: Mapping[str, Stepping | Plain], vocabulary: int, timing: Timing) -> dict[str, list[float]]:
     """Milliseconds of `timing.steps` steps of each; a turn ends with the step for the table of stages.
 
     Who comes first changes from turn to turn.
     """
+    tokens = _random_tokens(vocabulary, timing)
     found: dict[str, list[float]] = {name: [] for name in taking}
     for each in taking.values():
         for _ in range(timing.warmup):
