@@ -150,7 +150,7 @@ def _speedups(ax: Axes, found: Sequence[Timings]) -> None:
         _line(ax, own, values, label=each.name, **_look(place))
         for timed, entry in zip(own, entries, strict=True):
             if entry["ci_low"] is not None:
-                ax.plot([timed.context] * 2, [entry["ci_low"], entry["ci_high"]], color=_look(place)["color"])
+                ax.vlines(timed.context, entry["ci_low"], entry["ci_high"] or math.nan, color=_look(place)["color"])
         full = each.of_one("full", batch=1)
         limits = [pair for pair in zip(own, full, strict=False) if pair[1].limit_ms]
         ax.plot(

@@ -168,10 +168,10 @@ def _timed(module: torch.nn.Module, clock: Clock, stage: str) -> list[RemovableH
 
 def _weight_bytes(network: PreTrainedModel) -> int:
     """Weights that a step reads: all but the rows of the embedding, unless it is the head too."""
-    embedding = network.get_input_embeddings().weight
-    head = network.get_output_embeddings().weight
+    embedding: Tensor = network.get_input_embeddings().weight  # type: ignore[assignment]
+    head = network.get_output_embeddings()
     total = sum(weight.nbytes for weight in network.parameters())
-    return total if head is embedding else total - embedding.nbytes
+    return total if head is not None and head.weight is embedding else total - embedding.nbytes
 
 
 def _check_room(session: Session, needed: int) -> None:
