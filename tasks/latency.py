@@ -133,10 +133,10 @@ class Latency(Task):
         """By context: speed-ups are medians over turns, with their interval; times and shares of single examples."""
         fitting = [row for row in rows if "does_not_fit" not in row["scores"]]
         metrics: dict[str, Metric] = {}
-        for key, title in (("speedup", "speed-up"), ("plain_speedup", "over transformers")):
-            for row in sorted(fitting, key=lambda row: (-row["fields"]["context"], row["fields"]["batch"])):
+        for row in sorted(fitting, key=lambda row: (-row["fields"]["context"], row["fields"]["batch"])):
+            for key, title in (("speedup", "speed-up "), ("plain_speedup", "over transformers/")):
                 if key in row["scores"]:
-                    metrics[f"{title} {label(row)}"] = bootstrap(row["scores"][key], np.median)
+                    metrics[f"{title}{label(row)}"] = bootstrap(row["scores"][key], np.median)
         for row in fitting:
             for key, value in row["scores"].items():
                 if isinstance(value, float):

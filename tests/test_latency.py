@@ -246,7 +246,7 @@ def test_metrics_are_by_context_and_batch() -> None:
     assert (entry["value"], entry["n"]) == (pytest.approx((21 / 11 + 33 / 10.5) / 2, abs=1e-4), 2)
     assert (entry["ci_low"], entry["ci_high"]) == (round(21 / 11, 4), round(33 / 10.5, 4))
     assert metrics["decode_ms/1,000"]["value"] == 10.5
-    assert "over transformers 64K x 4" in metrics
+    assert "over transformers/64K x 4" in metrics
     assert metrics["n_does_not_fit"]["value"] == 1
     assert not any("128K" in name for name in metrics)
 

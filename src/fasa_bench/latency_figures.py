@@ -65,7 +65,7 @@ def figure3(found: Sequence[Timings], paper: Mapping[str, Any]) -> Figure:
     ours.set_title(f"Ours: full KV,\n{DECODED} tokens decoded")
     theirs.legend(loc="upper left", frameon=False, handlelength=1.2)
     _speedups(faster, found)
-    notes = "percentages: share of the prompt pass, where it was timed; vertical lines: 95 % interval over turns"
+    notes = "percentages: share of the prompt pass (–: not timed); vertical lines: 95 % interval over turns"
     drawn.supxlabel(f"{_where(found)}; {notes}", **SMALL)
     return drawn
 
@@ -133,9 +133,10 @@ def _bars(ax: Axes, contexts: Sequence[int], prompt: Sequence[float | None], dec
     ax.bar(places, decode, color=DECODE, width=0.7, label="decode")
     ax.bar(places, known, bottom=decode, color=PROMPT, width=0.7, label="prompt pass")
     for place, one, other in zip(places, prompt, decode, strict=True):
-        share = "" if one is None else f"{one / (one + other):.0%}"
+        share = "–" if one is None else f"{one / (one + other):.0%}"
         ax.annotate(share, (place, (one or 0.0) + other), (0, 1), textcoords="offset points", ha="center", **SMALL)
     ax.set_xticks(places, [short(context) for context in contexts])
+    ax.margins(y=0.1)
     ax.set_xlabel("prompt tokens")
     ax.set_ylabel("seconds")
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from fasa_bench.statistics import bootstrap, quantiles
 from fasa_bench.store import Run
-from fasa_bench.tables import MIB, MISSING, budget, machine, number
+from fasa_bench.tables import MIB, MISSING, budget, is_timing, machine, number
 from fasa_bench.task import Metric
 
 WHO = {"method": "", "full": "full KV", "plain": "transformers"}  # the method has the run's own name
@@ -92,10 +92,6 @@ class Timings:
         """Model, machine and number format."""
         dtype = str(((self.run.config.get("identity") or {}).get("model") or {}).get("dtype", "")).split(".")[-1]
         return " · ".join(part for part in (self.run.name("model"), machine(self.run), dtype) if part)
-
-
-def is_timing(run: Run) -> bool:
-    return any("measured" in row for row in run.rows)
 
 
 def timings(runs: Iterable[Run]) -> list[Timings]:

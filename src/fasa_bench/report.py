@@ -18,9 +18,9 @@ from rich.console import Console
 from rich.table import Table
 
 from fasa_bench.errors import UserError
-from fasa_bench.latency_tables import is_timing, markdown, timings
+from fasa_bench.latency_tables import markdown, timings
 from fasa_bench.store import Run, find_runs, load_run, write_whole
-from fasa_bench.tables import MISSING, Group, grouped, lower_is_better, numbers, span, table
+from fasa_bench.tables import MISSING, Group, grouped, is_timing, lower_is_better, numbers, span, table
 
 __all__ = ["main", "print_table", "table", "write_figures", "write_tables"]
 
