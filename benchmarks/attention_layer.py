@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from configured import method_named, prepare_at_random
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
@@ -26,15 +27,14 @@ from fasa_bench.attention import Reading, forward, reading
 from fasa_bench.cache import Cache, KVLayer
 from fasa_bench.clock import synchronise
 from fasa_bench.environment import environment
-from fasa_bench.methods.fasa import FasaC, Granularity
+from fasa_bench.method import Method
 from fasa_bench.roofline import bandwidth
-from fasa_bench.rope import Rope
 from fasa_bench.segments import product
 
-FORMS: dict[str, tuple[Granularity, Granularity]] = {  # whose chunks, whose tokens
-    "FASA, all per KV head": ("kv_head", "kv_head"),
-    "FASA, chunks per KV head, tokens per query head": ("kv_head", "query_head"),
-    "FASA, all per query head (paper)": ("query_head", "query_head"),
+FORMS: dict[str, dict[str, Any]] = {  # settings of conf/method, and what is changed
+    "FASA, all per KV head": {"name": "fasa_plus"},
+    "FASA, chunks per KV head, tokens per query head": {"name": "fasa_c", "fc_granularity": "kv_head"},
+    "FASA, all per query head (paper)": {"name": "fasa_c"},
 }
 HEAD = [
     "tokens",
@@ -74,16 +74,10 @@ def filled_layer(shape: Shape, tokens: int, batch: int, device: torch.device, dt
     return layer
 
 
-def method_of(shape: Shape, form: str) -> FasaC:
-    """FASA with random contextual agreement in place of a calibration."""
-    chunks, tokens = FORMS[form]
-    method = FasaC(form, n_tip=shape.n_tip, fc_granularity=chunks, token_granularity=tokens)
-    half = shape.head_dim // 2
-    rope = Rope("half", [(i, i + half) for i in range(half)], [], torch.ones(half), shape.head_dim)
-    model = SimpleNamespace(rope=rope, config=SimpleNamespace(num_key_value_heads=shape.kv_heads))
-    agreement = torch.rand(1, shape.query_heads, half)
-    method.prepare(model, SimpleNamespace(agreement=lambda *_: agreement))  # type: ignore[arg-type]
-    return method
+def method_of(shape: Shape, form: str) -> Method:
+    """FASA in one of its forms, for one layer."""
+    made = method_named(**FORMS[form], n_tip=shape.n_tip)
+    return prepare_at_random(made, 1, shape.query_heads, shape.kv_heads, shape.head_dim)
 
 
 class Step:

@@ -13,10 +13,10 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
+from configured import method_named
 
 from fasa_bench.calibration import Calibration
 from fasa_bench.method import Method
-from fasa_bench.methods.fasa import FasaC
 from fasa_bench.models import Model, ModelSpec
 from fasa_bench.session import Session
 from fasa_bench.statistics import bootstrap
@@ -36,25 +36,25 @@ def main() -> None:
     model = Model(ModelSpec("smollm2_135m", max_input=7680, source="embedded"))
     ids = model.tokenizer(documentation(), verbose=False)["input_ids"][: options.context]
     timing = Timing(context=options.context, steps=options.steps)
-    fasa = FasaC("fasa_plus", fc_granularity="kv_head", token_granularity="kv_head", recent=16)
+    fasa = method_named("fasa_plus")
     fasa.prepare(model, Calibration())
     found = {}
     with Session(model.network) as session:
         filled = begin(session, ids, timing, fasa.observes())
         prompted = begin(session, ids, replace(timing, fill="prefill"), fasa.observes())
-        for method, budget in ((Method("fkv"), None), (fasa, BUDGET)):
+        for each, budget in ((Method("fkv"), None), (fasa, BUDGET)):
             with contextlib.ExitStack() as stack:
                 taking: dict[str, Stepping | Plain] = {
-                    name: Stepping(stack.enter_context(prefilled.fork(method, budget)))
+                    name: Stepping(stack.enter_context(prefilled.fork(each, budget)))
                     for name, prefilled in (("random", filled), ("prompt", prompted))
                 }
                 times = take_turns(taking, model.config.vocab_size, timing)
             turns = [np.reshape(times[name], (timing.turns, -1)) for name in ("random", "prompt")]
             ratios = np.median(turns[0], axis=1) / np.median(turns[1], axis=1)
             ratio = bootstrap(ratios, np.median)
-            found[method.name] = {"ms": {name: median(taken) for name, taken in times.items()}, "ratio": ratio}
+            found[each.name] = {"ms": {name: median(taken) for name, taken in times.items()}, "ratio": ratio}
             low, high = ratio["ci_low"] or 0, ratio["ci_high"] or 0
-            print(f"{method.name}: random filling by real prompt {ratio['value']:.3f} [{low:.3f}, {high:.3f}]")
+            print(f"{each.name}: random filling by real prompt {ratio['value']:.3f} [{low:.3f}, {high:.3f}]")
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps({"context": options.context, **found}, indent=2) + "\n")

@@ -22,13 +22,12 @@ from typing import Any
 
 import torch
 from attention_layer import Shape, compare, table
-from transformers import LlamaConfig, LlamaForCausalLM
+from configured import exists, method_named, prepare_at_random
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from fasa_bench.environment import environment
 from fasa_bench.method import Method
-from fasa_bench.methods.fasa import FasaC
 from fasa_bench.roofline import bandwidth
-from fasa_bench.rope import Rope
 from fasa_bench.session import Session
 from fasa_bench.store import RunStore, run_id
 from fasa_bench.task import Example, Prediction
@@ -62,6 +61,7 @@ TASKS = [
     Latency(contexts=[8192, 16384, 32768, 65536, 131072], batches=[1], plain=True, prefill=32768),
     Latency(contexts=[8192, 32768], batches=[8], plain=False, prefill=0),
 ]
+METHODS = ("fasa_plus", "fasa_c", "fasa_m")
 BUDGET = 256
 
 
@@ -88,21 +88,12 @@ def network_of(shape: dict[str, Any], device: torch.device, dtype: torch.dtype) 
     return network.eval().requires_grad_(False)
 
 
-def methods_of(network: LlamaForCausalLM) -> list[Method]:
+def methods_of(network: PreTrainedModel) -> list[Method]:
     """FASA's forms, prepared with random contextual agreement."""
     config = network.config
-    dim = config.hidden_size // config.num_attention_heads
-    half = dim // 2
-    rope = Rope("half", [(i, i + half) for i in range(half)], [], torch.ones(half), dim)
-    agreement = torch.rand(config.num_hidden_layers, config.num_attention_heads, half)
-    methods = [
-        FasaC("fasa_plus", fc_granularity="kv_head", token_granularity="kv_head", recent=16),
-        FasaC("fasa_c"),
-    ]
-    for method in methods:
-        model = SimpleNamespace(rope=rope, config=config)
-        method.prepare(model, SimpleNamespace(agreement=lambda *_: agreement))  # type: ignore[arg-type]
-    return methods
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    shape = (config.num_hidden_layers, heads, kv_heads, config.hidden_size // heads)
+    return [prepare_at_random(method_named(name), *shape) for name in METHODS if exists(name)]
 
 
 def steps_of(session: Session, method: Method, task: Latency, deadline: Deadline) -> list[dict[str, Any]]:
@@ -185,7 +176,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tasks, shape, name, dtype, tokens = TASKS, LLAMA31_8B, "llama31_8b (random weights)", torch.bfloat16, LAYER_TOKENS
     if options.small:
-        few = {"contexts": [512, 1024], "steps": 8}
+        few: dict[str, Any] = {"contexts": [512, 1024], "steps": 8}
         tasks, shape, name, dtype = [replace(task, **few) for task in TASKS], SMALL, "small", torch.float32
         tokens = [1024, 2048]
     options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -203,11 +194,11 @@ def main() -> None:
     session = Session(network_of(shape, device, dtype))
     with session:
         for task in tasks:
-            for method in methods_of(session.network):
+            for each in methods_of(session.network):
                 limit = Deadline(deadline.left - (KERNEL_SECONDS if not options.small else 0))
-                rows = steps_of(session, method, task, limit)
-                found["steps"].append({"method": method.name, "batches": task.batches, "rows": rows})
-                store(options.out.parent, name, method, task, str(dtype), rows)
+                rows = steps_of(session, each, task, limit)
+                found["steps"].append({"method": each.name, "batches": task.batches, "rows": rows})
+                store(options.out.parent, name, each, task, str(dtype), rows)
                 save()
     del session
     if not options.small:

@@ -41,6 +41,8 @@ def free_bytes(device: torch.device) -> int | None:
     """Memory that can still be taken on the device; None where the system does not tell."""
     if device.type != "cpu":
         module = torch.get_device_module(device)
+        if hasattr(module, "empty_cache"):  # what PyTorch keeps for later is free too
+            module.empty_cache()
         return int(module.mem_get_info(device)[0]) if hasattr(module, "mem_get_info") else None
     known = []
     try:
