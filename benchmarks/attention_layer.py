@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -118,7 +119,11 @@ def dense_forms(layer: KVLayer, scale: float) -> dict[str, Callable[[Tensor], Te
     def grouped(query: Tensor) -> Tensor:
         return sdpa(query, keys, values, scale=scale, enable_gqa=True)
 
-    forms = {"dense, grouped matmul": matmul, "dense, SDPA folded": folded, "dense, SDPA enable_gqa": grouped}
+    forms: dict[str, Callable[[Tensor], Tensor]] = {
+        "dense, grouped matmul": matmul,
+        "dense, SDPA folded": folded,
+        "dense, SDPA enable_gqa": grouped,
+    }
     if layer.device.type != "cpu" and keys.dtype in (torch.float16, torch.bfloat16):
         flash = _flash(keys, values, scale)
         forms |= {"dense, flash-attn": flash} if flash else {}
@@ -166,10 +171,10 @@ def compare(
     new = torch.randn(2, batch, shape.kv_heads, 1, shape.head_dim, dtype=dtype, device=device)
     steps = {form: Step(shape, form, layer) for form in FORMS}
     calls: dict[str, Callable[[], Any]] = {
-        name: (lambda form=form: form(query)) for name, form in dense_forms(layer, scale).items()
+        name: partial(form, query) for name, form in dense_forms(layer, scale).items()
     }
     dense = list(calls)
-    calls |= {form: (lambda step=step: step(query, *new)) for form, step in steps.items()}
+    calls |= {form: partial(step, query, *new) for form, step in steps.items()}
     times = take_turns(calls, device, turns)
     best = min(dense, key=lambda name: statistics.median(times[name]))
     whole = layer.keys.nbytes + layer.values.nbytes
