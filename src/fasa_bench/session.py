@@ -271,7 +271,7 @@ class Session:
         self.device = embedding.device
         # transformers renamed the argument in 5.2x
         names = inspect.signature(inspect.unwrap(network.forward)).parameters
-        self._cache_argument = "cache" if "cache" in names else "past_key_values"
+        self.cache_argument = "cache" if "cache" in names else "past_key_values"
         self._stack = contextlib.ExitStack()
         keep_freed_memory()
 
@@ -323,7 +323,7 @@ class Session:
             attention_mask=padding,
             use_cache=True,
             logits_to_keep=keep,
-            **{self._cache_argument: cache},
+            **{self.cache_argument: cache},
         )
         logits = output.logits[:, -keep:]
         if not torch.isfinite(logits).all():
