@@ -74,7 +74,8 @@ class FasaC(TopTokens):
             heads = model.config.num_key_value_heads
             shared = agreement.unflatten(1, (heads, -1)).mean(2, keepdim=True)
             agreement = shared.expand(-1, -1, agreement.shape[1] // heads, -1).flatten(1, 2)
-        self._layers = dominant_dimensions(
+        heads, dim = model.config.num_key_value_heads, model.rope.head_dim
+        self._layers = dominant_dimensions(agreement, units, count, heads, dim)
             agreement, units, count, model.config.num_key_value_heads, model.rope.head_dim
         )
 
