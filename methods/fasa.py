@@ -76,8 +76,6 @@ class FasaC(TopTokens):
             agreement = shared.expand(-1, -1, agreement.shape[1] // heads, -1).flatten(1, 2)
         heads, dim = model.config.num_key_value_heads, model.rope.head_dim
         self._layers = dominant_dimensions(agreement, units, count, heads, dim)
-            agreement, units, count, model.config.num_key_value_heads, model.rope.head_dim
-        )
 
     def prefill(self, layer: KVLayer, query: Tensor | None) -> None:
         if layer.budget is not None and layer.index not in self.dense_layers:
