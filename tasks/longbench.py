@@ -224,6 +224,8 @@ class LongBench(Task):
                     f"{where}: the prompt has {before} tokens, {model.name} takes {model.max_input}; "
                     "use task.truncation=middle (the official way) or a model with a longer input"
                 )
+            if model.max_input == 1:
+                self._warn("model.max_input=1: the official truncation then cuts nothing")
             text = "".join(
                 tokenizer.decode(part, skip_special_tokens=True) for part in cut_middle(ids, model.max_input)
             )
@@ -253,7 +255,7 @@ class LongBench(Task):
                 "length": row.get("length"),
                 "language": row.get("language"),
                 "prompt_tokens_before": before,
-                "truncated": before > model.max_input,
+                "truncated": before > model.max_input > 1,
                 "prompt_sha256": hashlib.sha256(prompt.encode()).hexdigest(),
             },
         )
@@ -261,11 +263,10 @@ class LongBench(Task):
 
 def cut_middle(ids: list[int], limit: int) -> tuple[list[int], list[int]]:
     """The two ends that the official truncation keeps of more than `limit` ids: int(limit / 2) each, so an odd limit
-    loses one token more. They are decoded apart and joined as text, and tokenising that text again may change the
-    number: the length that a row reports is counted after it. UserError for a limit of 1, whose half is nothing.
+    loses one token more, and a limit of 1 cuts nothing (its second end is the slice [-0:], which is everything). They
+    are decoded apart and joined as text, and tokenising that text again may change the number: the length that a row
+    reports is counted after it.
     """
-    if limit < 2:
-        raise UserError.of("model.max_input", limit, "at least 2 for middle truncation")
     half = limit // 2
     return ids[:half], ids[-half:]
 

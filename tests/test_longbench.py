@@ -43,6 +43,11 @@ class Model:
         return f"^[{text}]"
 
 
+@pytest.fixture(scope="module")
+def tiny() -> models.Model:
+    return models.Model(models.ModelSpec("tiny", max_input=2048, source="random"))
+
+
 def row(**fields: Any) -> dict[str, Any]:
     base = {"context": "c", "input": "q", "answers": ["x"], "all_classes": None, "length": 10, "language": "en"}
     return {**base, "_id": "id", **fields}
@@ -131,8 +136,10 @@ def test_middle_truncation(tmp_path: Path, context: str) -> None:
         assert Model().decode(example.prompt_ids) == prompt[:half] + prompt[-half:]
         assert example.fields["truncated"]
         assert (example.fields["prompt_tokens_before"], len(example.prompt_ids)) == (45, 2 * half)
-    with pytest.raises(UserError, match="max_input=1"):
-        run(task, Model(1))
+    (example,) = run(task, Model(1))  # whose half is nothing: the official slice [-0:] keeps everything
+    assert Model().decode(example.prompt_ids) == prompt
+    assert not example.fields["truncated"]
+    assert "model.max_input=1: the official truncation then cuts nothing" in task.warnings
 
 
 def test_truncation_happens_before_the_chat_template(tmp_path: Path) -> None:
@@ -154,6 +161,22 @@ def test_truncation_off_names_the_example(tmp_path: Path) -> None:
 def test_cut_middle() -> None:
     assert cut_middle([1, 2, 3, 4, 5, 6], 5) == ([1, 2], [5, 6])
     assert cut_middle([1, 2, 3, 4, 5, 6], 4) == ([1, 2], [5, 6])
+    assert cut_middle([1, 2, 3], 1) == ([], [1, 2, 3])  # int(1 / 2) = 0, and [-0:] is everything
+
+
+def test_the_length_after_the_cut_is_that_of_the_new_tokens(tmp_path: Path, tiny: models.Model) -> None:
+    """Cutting through a character makes other tokens of it: what counts, and what is stored, is what the model gets."""
+    task = write(tmp_path, lcc=[row(context="龘龘驫麤" * 800)])
+    lengths = set()
+    for limit in range(1990, 2000):
+        tiny.max_input = limit
+        (example,) = task.examples(tiny, None)
+        text = tiny.tokenizer.decode(example.prompt_ids)
+        assert tiny.tokenizer(text)["input_ids"] == example.prompt_ids
+        assert example.fields["prompt_tokens_before"] > 2048
+        lengths.add(len(example.prompt_ids) - 2 * (limit // 2))
+    tiny.max_input = 2048
+    assert lengths != {0}
 
 
 def test_ids_are_unique_and_stable(tmp_path: Path) -> None:
@@ -500,11 +523,6 @@ def test_longbench_e_has_files_of_its_own(tmp_path: Path) -> None:
     for datasets in ("table2", ["narrativeqa"]):  # whose first set is missing there
         with pytest.raises(UserError, match=r"task\.datasets='narrativeqa' .*LongBench-E has qasper"):
             LongBench(datasets, edition="e")
-
-
-@pytest.fixture(scope="module")
-def tiny() -> models.Model:
-    return models.Model(models.ModelSpec("tiny", max_input=2048, source="random"))
 
 
 @pytest.mark.parametrize("chat", ["off", "on"])
