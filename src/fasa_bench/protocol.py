@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from fasa_bench.errors import UserError
 from fasa_bench.task import Example
@@ -81,16 +80,3 @@ class Protocol:
             context_tokens=context,
             fields={**example.fields, "begin_token": bool(ids) and ids[0] == token},
         )
-
-
-def prompt_hash(example: Example) -> str:
-    """sha256 of the token ids that the model is given, as decimal numbers with commas in between."""
-    return hashlib.sha256(",".join(map(str, example.prompt_ids)).encode()).hexdigest()
-
-
-def without_texts(row: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    """The row of an example without its prediction and the texts that its task names; scores stay."""
-    parts = {
-        part: {key: value for key, value in row[part].items() if key not in names} for part in ("fields", "scores")
-    }
-    return {**row, "prediction": None, **parts}

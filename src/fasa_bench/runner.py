@@ -21,7 +21,8 @@ from fasa_bench.errors import UserError
 from fasa_bench.identity import identity_of
 from fasa_bench.method import Method, check_budget, resolve_budget
 from fasa_bench.models import Model, ModelSpec
-from fasa_bench.protocol import Protocol, prompt_hash, without_texts
+from fasa_bench.protocol import Protocol
+from fasa_bench.rows import answers, prompt, without_texts
 from fasa_bench.segments import Packing
 from fasa_bench.session import Decoder, Generation, Prefilled, Session
 from fasa_bench.statistics import quantiles
@@ -200,13 +201,10 @@ def _row(prefilled: Prefilled, decoder: Decoder, example: Example, prediction: P
     per_step = max(tally.layer_steps, 1)
     return {
         "id": example.id,
-        **_answers(prediction),
+        **answers(prediction),
+        **prompt(example),
         "fields": example.fields,
-        "prompt_ids_sha256": prompt_hash(example),
-        "prompt_tokens": len(example.prompt_ids),
         "prefill_tokens": prefilled.tokens,  # the others were fed under the method
-        "prompt_truncated": bool(example.fields.get("truncated")),
-        "prompt_tokens_before": example.fields.get("prompt_tokens_before", len(example.prompt_ids)),
         "budget_tokens": decoder.cache.layers[0].budget,
         "prefill_s": round(prefilled.seconds, 6),
         "compress_s": round(decoder.compress_seconds, 6),
@@ -223,24 +221,6 @@ def _row(prefilled: Prefilled, decoder: Decoder, example: Example, prediction: P
         "layer_steps": tally.layer_steps,
         "sparse_steps": sum(tally.sparse.values()),
         "sparse_steps_by_layer": [tally.sparse[index] for index in sorted(tally.sparse)],
-    }
-
-
-def _answers(prediction: Prediction) -> dict[str, Any]:
-    """Text, length and end of the answer; lists, one item a sample, if answers were drawn."""
-    samples = prediction.samples
-    if not samples:
-        return {
-            "prediction": prediction.text,
-            "finish_reason": prediction.finish_reason,
-            "generated_tokens": len(prediction.token_ids),
-            "truncated": prediction.finish_reason == "length",
-        }
-    return {
-        "prediction": [sample.text for sample in samples],
-        "finish_reason": [sample.finish_reason for sample in samples],
-        "generated_tokens": [len(sample.token_ids) for sample in samples],
-        "truncated": [sample.finish_reason == "length" for sample in samples],
     }
 
 
