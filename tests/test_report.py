@@ -184,6 +184,9 @@ def test_headline_metrics_leave_out_parts_and_counts(tmp_path: Path) -> None:
     (group,) = grouped(runs)
     assert group.metrics == ["qasper", "hotpotqa", "lcc", "trec", "avg"]
     assert group.main_metrics(3) == ["qasper", "hotpotqa", "avg"]
+    names += ["avg_table2", "avg_english", "avg_chinese"]
+    runs = [make(tmp_path, "fkv", None, {name: score(50.0) for name in names}, task="all")]
+    assert grouped(runs)[0].main_metrics(3) == ["avg", "avg_table2", "avg_english"]
     assert "n_empty" not in table(runs)
 
 

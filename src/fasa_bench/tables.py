@@ -54,10 +54,11 @@ class Group:
         return [name for name in names if "/" not in name and not name.startswith("n_")]
 
     def main_metrics(self, most: int) -> list[str]:
-        """At most `most` of them; the average stays."""
+        """At most `most` of them; averages say the most and stay."""
         names = self.metrics
-        if len(names) > most and "avg" in names:
-            return [*[name for name in names if name != "avg"][: most - 1], "avg"]
+        averages = [name for name in names if name.startswith("avg")][:most]
+        if len(names) > most and averages:
+            return [*[name for name in names if name not in averages][: most - len(averages)], *averages]
         return names[:most]
 
     @cached_property
