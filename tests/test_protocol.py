@@ -20,8 +20,9 @@ from fasa_bench.store import load_run
 from fasa_bench.task import Example
 from tests.conftest import ROOT
 
-SMALL = ["model=tiny", "logger=none", "budget=16", "limit=1", "task.context=96", "task.decode=24"]
-SMALL += ["calibration.prefill=128", "calibration.decode=8", "calibration.k=32", "task.code_tokens=8"]
+SMALL = ["model=tiny", "logger=none", "budget=16", "limit=1"]
+SMALL += ["calibration.prefill=128", "calibration.decode=8", "calibration.k=32"]
+STDLIB = ["task.context=96", "task.decode=24", "task.code_tokens=8"]
 SPARSE, FED = "protocol.first_token=sparse", "protocol.question=decode"
 PASSKEY = "task.parts=[passkey]"
 
@@ -37,7 +38,8 @@ def job(tmp_path: Path, model: Model) -> Iterator[Any]:
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
 
         def make(*overrides: str) -> runner.Job:
-            made = runner.Job.of(compose("config", [*SMALL, f"results_dir={tmp_path}", *overrides]))
+            task = [] if any(item.startswith("task=") for item in overrides) else STDLIB
+            made = runner.Job.of(compose("config", [*SMALL, *task, f"results_dir={tmp_path}", *overrides]))
             made.model = model
             return made
 
@@ -179,6 +181,28 @@ def test_a_fed_question_is_not_in_the_prompt_of_the_method(job: Any) -> None:
     assert row["layer_steps"] == 2 * (fed + row["generated_tokens"] - 1)  # tokens that were fed, each in two layers
     assert len(row["step_ms"]) == row["generated_tokens"] - 2  # the question is no decode step; the first is warm-up
     assert row["feed_s"] > 0
+
+
+def test_a_question_of_longbench_is_fed(
+    job: Any, model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of a prompt that was cut."""
+    monkeypatch.setattr(model, "max_input", 101)
+    row = {"context": "The sky is blue. " * 40, "input": "Which colour?", "answers": ["blue"], "all_classes": None}
+    (tmp_path / "qasper.jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "prompts.json").write_text(json.dumps({"qasper": "Text: {context}\nQ: {input}\nA:"}))
+    task = ["task=longbench", "task.datasets=qasper", f"task.data_dir={tmp_path}", "task.max_new_tokens=6"]
+    task += [f"task.prompts_file={tmp_path}/prompts.json"]
+    (dense,), (fed,), (small,), (other,) = (
+        run(job("method=oracle", *task, *more))[1]
+        for more in (["budget=1.0"], ["budget=1.0", FED], ["budget=4"], ["budget=4", FED])
+    )
+    assert dense["prediction"] == fed["prediction"]
+    assert dense["prompt_ids_sha256"] == fed["prompt_ids_sha256"] == other["prompt_ids_sha256"]
+    assert small["prediction"] != other["prediction"]
+    assert fed["prefill_tokens"] < dense["prefill_tokens"] == dense["prompt_tokens"]
+    assert dense["prompt_truncated"]
+    assert dense["prompt_tokens_before"] > 101
 
 
 def test_a_share_is_one_of_the_whole_prompt(job: Any) -> None:
