@@ -27,9 +27,10 @@ PRINTED_METRICS = 3  # more do not fit into 120 columns
 WORDS = ("method", "status")  # columns set left
 DETAILS = ["prefill s", "cached tokens", "sparse steps"]  # columns that neither a terminal nor a page has room for
 NOTE = "In brackets: 95 % bootstrap interval over examples. Tokens read: mean per head and decode step."
-PAIRED = (
-    "Difference to full KV on the same examples, with its 95 % paired bootstrap interval and the p-value of a paired "
-    "permutation test, not corrected for the number of comparisons."
+PAIRED = "Difference to full KV on the same examples"
+PAIRED_NOTE = (
+    "In brackets: 95 % paired bootstrap interval. p: two-sided paired permutation test, not corrected for the number of "
+    "comparisons."
 )
 TEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "↓": r"$\downarrow$"}
 TEX |= {"<": "$<$", "↑": r"$\uparrow$", "–": "--", "·": r"$\cdot$", **{sign: f"\\{sign}" for sign in "&%$#_{}"}}
@@ -48,10 +49,10 @@ def print_table(runs: Sequence[Run], file: IO[str] | None = None) -> None:
         console.print(_grid(frame, f"{NOTE}{more}", _title(group)), end="\n\n", markup=False)
         paired = _paired(group, shown)
         if len(paired) and group.differences:  # else every cell would say that there is nothing to compare with
-            console.print(_grid(paired, PAIRED), end="\n\n", markup=False)
+            console.print(_grid(paired, PAIRED_NOTE, PAIRED), end="\n\n", markup=False)
 
 
-def _grid(frame: pd.DataFrame, note: str, title: str | None = None) -> Table:
+def _grid(frame: pd.DataFrame, note: str, title: str) -> Table:
     grid = Table(title=title, title_justify="left", caption=note, caption_justify="left", box=None)
     for column in frame.columns:
         grid.add_column(
@@ -166,7 +167,7 @@ def _markdown(group: Group) -> str:
     parts = [f"## {group.model} · {group.task}", f"{group.context}.", _lines(_frame(group, group.metrics))]
     paired = _paired(group, group.metrics)
     if len(paired):
-        parts += [PAIRED, _lines(paired)]
+        parts += [f"{PAIRED}. {PAIRED_NOTE}", _lines(paired)]
     return "\n\n".join([*parts, ""])
 
 
@@ -183,7 +184,7 @@ def _latex(group: Group) -> str:
     tables = [_tabular(frame, f"{_title(group)}. {NOTE}")]
     paired = _paired(group, group.metrics)
     if len(paired) and group.differences:
-        tables.append(_tabular(paired, f"{group.model} · {group.task}. {PAIRED}"))
+        tables.append(_tabular(paired, f"{group.model} · {group.task}. {PAIRED}. {PAIRED_NOTE}"))
     return "\n".join(tables)
 
 
