@@ -29,8 +29,8 @@ DETAILS = ["prefill s", "cached tokens", "sparse steps"]  # columns that neither
 NOTE = "In brackets: 95 % bootstrap interval over examples. Tokens read: mean per head and decode step."
 PAIRED = "Difference to full KV on the same examples"
 PAIRED_NOTE = (
-    "In brackets: 95 % paired bootstrap interval. p: two-sided paired permutation test, not corrected for the number of "
-    "comparisons."
+    "In brackets: 95 % paired bootstrap interval. p: two-sided paired permutation test, not corrected for how many "
+    "comparisons there are."
 )
 TEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "↓": r"$\downarrow$"}
 TEX |= {"<": "$<$", "↑": r"$\uparrow$", "–": "--", "·": r"$\cdot$", **{sign: f"\\{sign}" for sign in "&%$#_{}"}}
@@ -168,7 +168,7 @@ def _markdown(group: Group) -> str:
     paired = _paired(group, group.metrics)
     if len(paired):
         parts += [f"{PAIRED}. {PAIRED_NOTE}", _lines(paired)]
-    return "\n\n".join([*parts, ""])
+    return "\n\n".join(parts) + "\n"
 
 
 def _lines(frame: pd.DataFrame) -> str:
@@ -179,10 +179,10 @@ def _lines(frame: pd.DataFrame) -> str:
 
 def _latex(group: Group) -> str:
     frame = _frame(group, group.metrics).drop(columns=DETAILS)
-    if len(group.metrics) > PRINTED_METRICS:
-        frame = frame.map(lambda cell: cell.split(" [")[0])  # intervals have no room; they are in runs.csv
-    tables = [_tabular(frame, f"{_title(group)}. {NOTE}")]
     paired = _paired(group, group.metrics)
+    if len(group.metrics) > PRINTED_METRICS:  # intervals have no room; they are in runs.csv
+        frame, paired = (part.map(lambda cell: re.sub(r" \[.*?\]", "", cell)) for part in (frame, paired))
+    tables = [_tabular(frame, f"{_title(group)}. {NOTE}")]
     if len(paired) and group.differences:
         tables.append(_tabular(paired, f"{group.model} · {group.task}. {PAIRED}. {PAIRED_NOTE}"))
     return "\n".join(tables)
