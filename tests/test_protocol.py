@@ -149,6 +149,7 @@ def test_deviations_and_id_tell(job: Any) -> None:
     assert len(ids) == 4
     assert runner.run_id(job(FED, SPARSE).identity) == runner.run_id(job(FED).identity)
     assert runner.run_id(job("store_text=false").identity) == runner.run_id(plain.identity)  # it changes no output
+    assert job(FED).config["protocol"]["first_token"] == "sparse"  # what tables name the run by
     told = job(FED).deviations
     assert {key: told[f"protocol.{key}"]["value"] for key in Protocol.notes} == {
         "first_token": "sparse",

@@ -7,7 +7,7 @@ import logging
 import resource
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,8 @@ class Job:
         task, packing = build("task", config["task"], Task), build("cache", config["cache"], Packing)
         if task.parallel:
             _check_parallel(method, packing)
+        protocol = build("protocol", config["protocol"], Protocol)
+        config["protocol"] = asdict(protocol)  # as it is followed: tables name runs by it
         return cls(
             config=config,
             model=Model(build("model", config["model"], ModelSpec)),
@@ -80,7 +82,7 @@ class Job:
             calibration=build("calibration", config["calibration"], Calibration),
             budget=check_budget(config["budget"], method),
             packing=packing,
-            protocol=build("protocol", config["protocol"], Protocol),
+            protocol=protocol,
             limit=limit,
             results_dir=Path(results_dir),
             store_text=config["store_text"],

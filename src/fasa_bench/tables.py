@@ -254,7 +254,9 @@ def _named(method: str, runs: list[Run]) -> list[tuple[str, Run]]:
     named = []
     for run in runs:
         mine = settings[run.folder]
-        parts = [f"{key.removeprefix('method.')}={mine[key]}" for key in sorted(keys & mine.keys())]
+        parts = [
+            f"{key.removeprefix('method.').removeprefix('protocol.')}={mine[key]}" for key in sorted(keys & mine.keys())
+        ]
         twins = [other for other in by_budget[repr(budget(run))] if settings[other.folder] == mine]
         if len(twins) > 1:  # other code, data or versions: only the id tells
             parts.append(run.folder.name[:6])
