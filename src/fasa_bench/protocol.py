@@ -41,6 +41,10 @@ class Protocol:
 
     def apply(self, examples: list[Example], model: Model) -> list[Example]:
         """The examples as they are to be run; UserError for one that does not allow it."""
+        if any(example.timing is not None for example in examples):
+            if self != Protocol():
+                raise UserError("protocol: a timing has no prompt that could be split or begun; leave it as it is")
+            return examples
         ready = [self._begin(example, model) for example in examples]
         for example in ready:
             self.split(example)

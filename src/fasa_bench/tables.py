@@ -27,16 +27,8 @@ DIFFERENCE = {
     "p_value": "p_value",
     "pairs": "n",
 }
-SETTINGS = (
-    "model",
-    "method",
-    "protocol",
-    "cache",
-    "task",
-    "calibration",
-    "seed",
-    "limit",
-)  # what may tell runs of one name apart
+# what may tell runs of one name apart
+SETTINGS = ("model", "method", "protocol", "cache", "task", "calibration", "seed", "limit")
 
 
 @dataclass(frozen=True)
@@ -103,7 +95,7 @@ def difference_table(group: Group, names: Sequence[str]) -> pd.DataFrame:
     """The runs of a group that are not full KV, as text: each metric's difference to full KV on the same examples."""
     rows = []
     for name, run in group.runs:
-        if is_full(run):
+        if is_full(run) or is_timing(run):  # a timing took turns with full KV itself
             continue
         found = group.differences.get(run.folder)
         cells = {metric: NO_FULL_KV if found is None else difference(found.get(metric)) for metric in names}
@@ -152,7 +144,14 @@ def realised(run: Run, key: str) -> float | None:
 
 def decode_ms(run: Run) -> Mapping[str, Any]:
     """median, p25, p75, n of the decode time per token, in ms; empty if there is none or it means nothing."""
-    return {} if simulated(run) else (run.summary.get("latency") or {}).get("decode_ms_per_token") or {}
+    return (
+        {} if simulated(run) or is_timing(run) else (run.summary.get("latency") or {}).get("decode_ms_per_token") or {}
+    )
+
+
+def is_timing(run: Run) -> bool:
+    """Whether steps were timed at several contexts, which have no time in common: see fasa_bench.latency_tables."""
+    return any("measured" in row for row in run.rows)
 
 
 def simulated(run: Run) -> bool:
