@@ -214,6 +214,8 @@ def test_a_share_is_one_of_the_whole_prompt(job: Any) -> None:
 def test_tasks_without_a_question_refuse_to_feed_it(job: Any) -> None:
     with pytest.raises(UserError, match=r"protocol\.question='decode' .*perplexity/0 has no mark"):
         runner.run(job(FED))
+    with pytest.raises(UserError, match="a timing has no prompt"):
+        runner.run(job("task=latency", "task.contexts=[64]", "task.steps=4", SPARSE))
     with pytest.raises(UserError, match=r"protocol\.first_token='x'.*'dense' or 'sparse'"):
         job("protocol.first_token=x")
     with pytest.raises(UserError, match=r"store_text=1 is not allowed: must be true or false"):
