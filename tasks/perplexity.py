@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 
 from fasa_bench.errors import UserError
-from fasa_bench.statistics import bootstrap
+from fasa_bench.statistics import Sample, bootstrap
 from fasa_bench.task import Example, Metric, Prediction, Task
 
 if TYPE_CHECKING:
@@ -113,6 +113,9 @@ class Perplexity(Task):
     def score(self, example: Example, prediction: Prediction) -> dict[str, Any]:
         return nll_score(prediction, drop_first=self.drop_first)
 
+    def samples(self, rows: list[dict[str, Any]]) -> dict[str, Sample]:
+        return {"perplexity": perplexity_sample(rows)}
+
     def metrics(self, rows: list[dict[str, Any]]) -> dict[str, Metric]:
         return {"perplexity": perplexity(rows)}
 
@@ -177,5 +180,17 @@ def nll_score(prediction: Prediction, *, drop_first: bool = False) -> dict[str, 
 
 def perplexity(rows: list[dict[str, Any]]) -> Metric:
     """exp(total nats / total tokens) over windows, with the bootstrap interval over windows."""
-    sums = [(row["scores"]["nll"], row["scores"]["tokens"]) for row in rows]
-    return bootstrap(sums, lambda sample: np.exp(sample[:, 0].sum() / sample[:, 1].sum()))
+    return bootstrap([_totals(row) for row in rows], _of_totals)
+
+
+def perplexity_sample(rows: list[dict[str, Any]]) -> Sample:
+    """The same for a comparison with another run, window by window."""
+    return Sample([{row["id"]: _totals(row) for row in rows}], _of_totals)
+
+
+def _totals(row: dict[str, Any]) -> tuple[float, int]:
+    return row["scores"]["nll"], row["scores"]["tokens"]
+
+
+def _of_totals(windows: np.ndarray) -> float:
+    return float(np.exp(windows[:, 0].sum() / windows[:, 1].sum()))

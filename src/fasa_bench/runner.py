@@ -7,7 +7,7 @@ import logging
 import resource
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,10 @@ from fasa_bench.calibration import Calibration
 from fasa_bench.config import build
 from fasa_bench.errors import UserError
 from fasa_bench.identity import identity_of
-from fasa_bench.method import Method, check_budget
+from fasa_bench.method import Method, check_budget, resolve_budget
 from fasa_bench.models import Model, ModelSpec
+from fasa_bench.protocol import Protocol
+from fasa_bench.rows import answers, prompt, without_texts
 from fasa_bench.segments import Packing
 from fasa_bench.session import Decoder, Generation, Prefilled, Session
 from fasa_bench.statistics import quantiles
@@ -31,12 +33,12 @@ from fasa_bench.tracking import Tracker
 
 log = logging.getLogger("fasa_bench")
 
+SECTIONS = ("protocol", "cache", "calibration", "model", "method", "task", "logger")
+KEYS = ("budget", "seed", "limit", "results_dir", "store_text", *SECTIONS)
 # of a row that could not be computed
 NOTHING: dict[str, Any] = {"prompt_tokens": 0, "prefill_s": None, "compress_s": None, "step_ms": [], "stages_ms": {}}
 NOTHING |= {"device_bytes": 0, "host_bytes": 0, "attended_tokens": None, "cached_tokens": None, "read_bytes": None}
 NOTHING |= {"layer_steps": 0, "sparse_steps": 0, "sparse_steps_by_layer": []}
-
-KEYS = ("budget", "seed", "limit", "results_dir", "cache", "calibration", "model", "method", "task", "logger")
 
 
 @dataclass
@@ -50,8 +52,10 @@ class Job:
     calibration: Calibration
     budget: int | float | None
     packing: Packing
+    protocol: Protocol
     limit: int | None
     results_dir: Path
+    store_text: bool
 
     @classmethod
     def of(cls, cfg: DictConfig) -> Job:
@@ -67,10 +71,14 @@ class Job:
             raise UserError.of("limit", limit, "must be an integer of at least 1, or null for all examples")
         if not isinstance(seed, int) or isinstance(seed, bool):
             raise UserError.of("seed", seed, "must be an integer")
+        if not isinstance(config["store_text"], bool):
+            raise UserError.of("store_text", config["store_text"], "must be true or false")
         method = build("method", config["method"], Method)
         task, packing = build("task", config["task"], Task), build("cache", config["cache"], Packing)
         if task.parallel:
             _check_parallel(method, packing)
+        protocol = build("protocol", config["protocol"], Protocol)
+        config["protocol"] = asdict(protocol)  # as it is followed: tables name runs by it
         return cls(
             config=config,
             model=Model(build("model", config["model"], ModelSpec)),
@@ -79,8 +87,10 @@ class Job:
             calibration=build("calibration", config["calibration"], Calibration),
             budget=check_budget(config["budget"], method),
             packing=packing,
+            protocol=protocol,
             limit=limit,
             results_dir=Path(results_dir),
+            store_text=config["store_text"],
         )
 
     @property
@@ -92,6 +102,7 @@ class Job:
             self.method,
             self.calibration,
             self.packing,
+            self.protocol,
             budget=self.budget,
             seed=self.config["seed"],
             limit=self.limit,
@@ -108,7 +119,8 @@ class Job:
     @property
     def deviations(self) -> dict[str, dict[str, Any]]:
         """Every switch on which paper, official code and ours differ: its value here, and the difference."""
-        parts: list[tuple[str, Any]] = [("method", self.method), ("task", self.task), ("cache", self.packing)]
+        parts: list[tuple[str, Any]] = [("method", self.method), ("task", self.task)]
+        parts += [("protocol", self.protocol), ("cache", self.packing)]
         if self.method.uses_calibration:
             parts.append(("calibration", self.calibration))
         return {
@@ -126,11 +138,12 @@ def run(job: Job) -> Path:
     if _is_complete(folder):
         log.info("nothing to do: %s is complete", folder)
         return folder
+    settings = job.config | {"identity": identity}
     with contextlib.ExitStack() as stack:
-        store = stack.enter_context(RunStore(job.results_dir, name, job.config | {"identity": identity}))
+        store = stack.enter_context(RunStore(job.results_dir, name, settings, lambda row: _is_whole(job, row)))
         tracker = stack.enter_context(Tracker.of(job.config["logger"], name, job.config, job.results_dir))
         try:
-            examples = list(job.task.examples(job.model, job.limit))
+            examples = job.protocol.apply(list(job.task.examples(job.model, job.limit)), job.model)
             if not examples:
                 raise UserError("the task has no examples")
             waiting = [example for example in examples if example.id not in store.done]
@@ -156,19 +169,22 @@ def run(job: Job) -> Path:
 
 
 def evaluate(session: Session, job: Job, example: Example) -> dict[str, Any]:
-    """Prefill, decode and score one example: its row."""
+    """Prefill, decode and score one example: its row. A budget that is a share is one of the whole prompt."""
     if example.timing is not None:
         return _time(session, job, example, example.timing)
     length = len(example.target_ids) if example.target_ids is not None else example.max_new_tokens
     samples = 1
     if example.sampling:
         samples, length = len(example.sampling.seeds), 0  # most answers end far below the limit: room grows with them
-    prefilled = session.prefill(example.prompt_ids, observe=job.method.observes(), reserve=length)
-    with prefilled.fork(job.method, job.budget, samples, packing=job.packing) as decoder:
+    dense, rest = job.protocol.split(example)
+    prefilled = session.prefill(dense, observe=job.method.observes(), reserve=len(rest) + length)
+    budget = resolve_budget(job.budget, len(example.prompt_ids))
+    with prefilled.fork(job.method, budget, samples, packing=job.packing) as decoder:
+        decoder.feed(rest)
         prediction = _decode(decoder, job.model, example)
         row = _row(prefilled, decoder, example, prediction)
     row["scores"] = job.task.score(example, prediction)
-    return row
+    return row if job.store_text else without_texts(row, job.task.texts)
 
 
 def _time(session: Session, job: Job, example: Example, timing: Timing) -> dict[str, Any]:
@@ -183,7 +199,7 @@ def _time(session: Session, job: Job, example: Example, timing: Timing) -> dict[
     except DoesNotFitError as reason:
         log.warning("%s: %s", example.id, reason)
         prediction = Prediction([], "", "timed", measured={"does_not_fit": str(reason)})
-        row = {"id": example.id, **_answers(prediction), "fields": example.fields, **NOTHING}
+        row = {"id": example.id, **answers(prediction), "fields": example.fields, **NOTHING}
     return row | {"measured": prediction.measured, "scores": job.task.score(example, prediction)}
 
 
@@ -210,12 +226,15 @@ def _row(prefilled: Prefilled, decoder: Decoder, example: Example, prediction: P
     per_step = max(tally.layer_steps, 1)
     return {
         "id": example.id,
-        **_answers(prediction),
+        **answers(prediction),
+        **prompt(example),
         "fields": example.fields,
-        "prompt_tokens": len(example.prompt_ids),
+        "prefill_tokens": prefilled.tokens,  # the others were fed under the method
         "budget_tokens": decoder.cache.layers[0].budget,
         "prefill_s": round(prefilled.seconds, 6),
         "compress_s": round(decoder.compress_seconds, 6),
+        "feed_s": round(decoder.feed_seconds, 6),
+        "decode_s": round(sum(decoder.step_seconds), 6),
         "parallel_s": round(decoder.parallel_seconds, 6),
         "step_ms": [round(1e3 * seconds, 3) for seconds in decoder.timed_steps],
         "stages_ms": {name: round(1e3 * value / timed, 4) for name, value in stages.items()} if timed else {},
@@ -227,23 +246,6 @@ def _row(prefilled: Prefilled, decoder: Decoder, example: Example, prediction: P
         "layer_steps": tally.layer_steps,
         "sparse_steps": sum(tally.sparse.values()),
         "sparse_steps_by_layer": [tally.sparse[index] for index in sorted(tally.sparse)],
-    }
-
-
-def _answers(prediction: Prediction) -> dict[str, Any]:
-    """Text, finish reason and length of the answer; lists of them, one item a sample, if answers were drawn."""
-    samples = prediction.samples
-    if not samples:
-        return {
-            "prediction": prediction.text,
-            "finish_reason": prediction.finish_reason,
-            "generated_tokens": len(prediction.token_ids),
-        }
-    return {
-        "prediction": [sample.text for sample in samples],
-        "finish_reason": [sample.finish_reason for sample in samples],
-        "generated_tokens": [len(sample.token_ids) for sample in samples],
-        "truncated": [sample.finish_reason == "length" for sample in samples],
     }
 
 
@@ -319,6 +321,15 @@ def _peak_bytes(model: Model) -> int:
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     return int(torch.get_device_module(model.device).max_memory_allocated(model.device))
+
+
+def _is_whole(job: Job, row: dict[str, Any]) -> bool:
+    """Whether a stored row can be summed up; rows of an earlier version or of another hand may lack a part."""
+    try:
+        summarise(job, "", [row], "partial")
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError):
+        return False
+    return True
 
 
 def _is_complete(folder: Path) -> bool:

@@ -100,6 +100,7 @@ class Decoder:
     """One sequence (or batch) being decoded by one method.
 
     step_seconds: time of each decode step; the first is warm-up and not counted in `timed_steps`.
+    feed_seconds: time of what was fed before the first step.
     parallel_seconds: time of the passes that scored many tokens at once, which are no decode steps.
     """
 
@@ -107,6 +108,7 @@ class Decoder:
     cache: Cache
     method: Method
     compress_seconds: float = 0.0
+    feed_seconds: float = 0.0
     step_seconds: list[float] = field(default_factory=list)
     parallel_seconds: float = 0.0
 
@@ -149,6 +151,19 @@ class Decoder:
         for layer in self.cache.layers:
             layer.expand(samples)
         self.logits, self.position = self.logits.expand(samples, -1), self.position.expand(samples, -1)
+
+    def feed(self, token_ids: Sequence[int]) -> None:
+        """Feed the rest of the prompt, the same to every sequence, one token after another under the method.
+
+        These are no decode steps: neither their time nor what they read is counted there.
+        """
+        if not token_ids:
+            return
+        self._feed(torch.tensor([list(token_ids)]).expand(len(self.logits), -1), keep=1)
+        self.feed_seconds = self.state.clock.seconds.pop("step")
+        self.state.clock.seconds.clear()
+        for layer in self.cache.layers:
+            layer.read_bytes = 0
 
     def step(self, token_ids: Tensor) -> Tensor:
         """Feed the next tokens [b, q] (q is usually 1); returns logits [b, vocabulary] after the last of them."""

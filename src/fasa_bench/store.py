@@ -14,7 +14,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -76,10 +76,17 @@ class RunStore:
     """The one writer of a run folder; a context manager.
 
     rows: what the folder holds, in file order; done: their ids; env: where the rows were computed.
+    is_whole: whether a stored row has all that its reader needs; one that has not counts as not there.
     Entering raises UserError when the folder cannot be used or another process is writing it.
     """
 
-    def __init__(self, results_dir: str | Path, run_id: str, config: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        results_dir: str | Path,
+        run_id: str,
+        config: Mapping[str, Any],
+        is_whole: Callable[[dict[str, Any]], bool] = lambda row: True,
+    ) -> None:
         self.results_dir = Path(results_dir)
         self.run_id = run_id
         self.config: dict[str, Any] = plain(config)
@@ -87,6 +94,7 @@ class RunStore:
         self.rows: list[dict[str, Any]] = []
         self.done: set[str] = set()
         self.env: dict[str, Any] = {}
+        self._is_whole = is_whole
         self._file = -1
 
     def __enter__(self) -> RunStore:
@@ -177,7 +185,7 @@ class RunStore:
         path = self.folder / "predictions.jsonl"
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0), 0o666)
         data = path.read_bytes()
-        self.rows, good, dropped = _scan(data)
+        self.rows, good, dropped = _scan(data, self._is_whole)
         for problem in dropped:
             log.warning("%s: %s", path, problem)
         if good != data and data.startswith(good):
@@ -271,7 +279,9 @@ def find_runs(results_dir: str | Path) -> list[Run]:
     return runs
 
 
-def _scan(data: bytes) -> tuple[list[dict[str, Any]], bytes, list[str]]:
+def _scan(
+    data: bytes, is_whole: Callable[[dict[str, Any]], bool] = lambda row: True
+) -> tuple[list[dict[str, Any]], bytes, list[str]]:
     """Rows of a predictions file, the bytes that hold them, and what is wrong with the others."""
     rows: list[dict[str, Any]] = []
     good: list[bytes] = []
@@ -286,6 +296,8 @@ def _scan(data: bytes) -> tuple[list[dict[str, Any]], bytes, list[str]]:
             key = None
         if not isinstance(key, str):
             dropped.append(f"line {number} is damaged; dropped, its example runs again")
+        elif not is_whole(row):
+            dropped.append(f"line {number} ({key}) lacks parts of a row; dropped, its example runs again")
         elif key in seen:
             dropped.append(f"line {number} repeats the id {key!r}; dropped, the first one counts")
         else:
