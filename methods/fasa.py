@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fasa_bench.cache import KVLayer
+from fasa_bench.clock import stage
 from fasa_bench.errors import UserError
 from fasa_bench.method import TopTokens, group_softmax, resolve_count
 from fasa_bench.rope import Pairing
@@ -44,7 +45,6 @@ class FasaC(TopTokens):
     recent: int = 0
 
     uses_calibration: ClassVar[bool] = True
-    speed: ClassVar[Literal["physical", "simulated"]] = "simulated"  # the torch path multiplies whole keys
     notes: ClassVar[dict[str, str]] = {
         "n_tip": "paper and authors' code 16 of 64 chunks (25 %), ours 25 %",
         "pairing": "paper and ours: dimensions that rotate together; authors' code: adjacent ones on every model",
@@ -68,8 +68,15 @@ class FasaC(TopTokens):
             heads = model.config.num_key_value_heads
             shared = agreement.unflatten(1, (heads, -1)).mean(2, keepdim=True)
             agreement = shared.expand(-1, -1, agreement.shape[1] // heads, -1).flatten(1, 2)
-        self._mask = chunk_mask(agreement, units, count, model.rope.head_dim)
-        self._masks: dict[tuple[int, torch.device, torch.dtype], Tensor] = {}
+        self._layers = [
+            Dominant.of(mask, model.config.num_key_value_heads)
+            for mask in chunk_mask(agreement, units, count, model.rope.head_dim)
+        ]
+
+    def prefill(self, layer: KVLayer, query: Tensor | None) -> None:
+        if layer.budget is not None and layer.index not in self.dense_layers:
+            dominant = self._layers[layer.index]
+            layer.split(dominant.order, dominant.lead)
 
     def smallest_budget(self) -> int:
         return self.sinks + max(self.recent, 1)
@@ -78,16 +85,57 @@ class FasaC(TopTokens):
         return self.sinks, self.recent
 
     def scores(self, layer: KVLayer, query: Tensor, visible: Tensor | None) -> Tensor:
-        # a dimension of no chosen chunk is 0 in the query and adds exactly nothing: one product for all heads
-        scores = layer.dot(query * self._mask_for(layer, query))
-        return group_softmax(scores, layer, visible) if self.token_granularity == "kv_head" else scores
+        with stage("tip"):
+            dominant = self._layers[layer.index].on(query)
+            if layer.is_split:
+                products = layer.lead_dot(layer.query_parts(query)[0] * dominant.lead_mask)
+            else:
+                products = layer.lead_dot(query * dominant.mask)
+            if self.token_granularity == "query_head":
+                return products.flatten(3)[..., : layer.length]
+            return shared_worth(products, layer, visible)
 
-    def _mask_for(self, layer: KVLayer, query: Tensor) -> Tensor:
-        """The layer's mask [Hq, 1, d] where and in the type the query is; a copy is made once."""
-        key = (layer.index, query.device, query.dtype)
-        if key not in self._masks:
-            self._masks[key] = self._mask[layer.index, :, None].to(query.device, query.dtype)
-        return self._masks[key]
+
+class Dominant:
+    """What the TIP of one layer reads: the dimensions of its heads' chunks, mask [Hq, 1, d] with 1 on them.
+
+    order [H, d], lead: those that any query head of a KV head uses come first; as many in each KV head as the one with
+    the most needs. lead_mask [Hq, 1, lead]: the mask in that order. A dimension that a head does not use is 0 in its
+    query and adds exactly nothing, so that one product serves all heads.
+    """
+
+    def __init__(self, mask: Tensor, order: Tensor, lead: int) -> None:
+        self.mask, self.order, self.lead = mask, order, lead
+        heads = len(order)
+        ordered = mask.unflatten(0, (heads, -1)).gather(3, order[:, None, None].expand(-1, len(mask) // heads, -1, -1))
+        self.lead_mask = ordered.flatten(0, 1)[..., :lead]
+
+    @classmethod
+    def of(cls, mask: Tensor, kv_heads: int) -> Dominant:
+        """mask [Hq, d]."""
+        used = mask.unflatten(0, (kv_heads, -1)).amax(1)
+        return cls(mask[:, None], used.argsort(dim=1, descending=True, stable=True), int(used.sum(1).max()))
+
+    def on(self, query: Tensor) -> Dominant:
+        """Itself, its masks in the type and on the device of a query."""
+        if self.mask.dtype != query.dtype or self.mask.device != query.device:
+            self.mask = self.mask.to(query.device, query.dtype)
+            self.lead_mask = self.lead_mask.to(query.device, query.dtype)
+        return self
+
+
+def shared_worth(products: Tensor, layer: KVLayer, visible: Tensor | None) -> Tensor:
+    """Mean over a KV head's query heads of the softmax of their scores: [b, Hq, q, B, C] -> [b, H, q, n] float32."""
+    n = layer.length
+    if visible is not None or layer.padded or products.dtype != torch.float32:
+        return group_softmax(products.flatten(3)[..., :n], layer, visible)
+    # the same in place and in the blocks' own layout: the scores of a long context are the largest thing of a step
+    blocks, block = products.shape[-2:]
+    products[..., -1, n - (blocks - 1) * block :] = -torch.inf
+    products -= products.amax((3, 4), keepdim=True)
+    products.mul_(layer.scale).exp_()
+    products /= products.sum((3, 4), keepdim=True)
+    return products.unflatten(1, (layer.heads, -1)).mean(2).flatten(3)[..., :n]
 
 
 def chunk_mask(agreement: Tensor, units: Tensor, count: int, head_dim: int) -> Tensor:

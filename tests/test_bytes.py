@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from fasa_bench.lead import BLOCK as LEAD_BLOCK
 from fasa_bench.methods.full import FullKV
 from fasa_bench.segments import BLOCK, Packing
 from fasa_bench.session import Session
@@ -25,8 +26,7 @@ PAGES, LAST = 8, N % 4  # full pages of 4 tokens, tokens of the newest one
 BOUNDS = 2 * H * (PAGES + 1) * ROW + 2 * H * LAST * ROW  # of all pages; the newest one's come from its rows
 READ = {
     "oracle": KEYS + CHOSEN["query"],
-    "fasa_c": KEYS + CHOSEN["query"],
-    "fasa_plus": KEYS + CHOSEN["kv"],
+    "fasa_plus": H * N * 4 * E + CHOSEN["kv"],
     "loki": KEYS + CHOSEN["query"],
     "sparq": KEYS + CHOSEN["kv"] + 2 * 2 * H * ROW,  # the newest value, for the mean
     "sparq_plain": KEYS + CHOSEN["kv"],
@@ -58,7 +58,7 @@ def cache(heads: int, n: int, position_heads: int = 1) -> int:
 
 HELD = {
     "oracle": cache(H, N),
-    "fasa_plus": cache(H, N),
+    "fasa_plus": LEAD_BLOCK * (2 * H * ROW + 8) + 8 * H * D,  # grows in longer blocks; and the order of dimensions
     "random": cache(H, N),
     "loki": cache(H, N),
     "sparq": cache(H, N) + 4 * H * D + 4 * HQ,
@@ -84,6 +84,21 @@ def test_bytes_read_at_a_step(name: str, network: LlamaForCausalLM, prompt: list
             before = decoder.read_bytes
             decoder.step(torch.tensor([[prompt[N - 1]]]))
             assert decoder.read_bytes - before == 2 * READ[name]  # two layers
+
+
+def test_chunks_per_query_head_read_what_any_head_of_the_group_uses(
+    network: LlamaForCausalLM, prompt: list[int]
+) -> None:
+    """Two query heads of a KV head use 4 dimensions each: together 4 to 8, as many in every KV head of the layer."""
+    method = ready("fasa_c", network)
+    leads = [dominant.lead for dominant in method._layers]  # type: ignore[attr-defined]
+    assert all(4 <= lead <= 8 for lead in leads)
+    assert max(leads) > 4
+    with Session(network) as session, session.prefill(prompt[: N - 2]).fork(method, B) as decoder:
+        decoder.step(torch.tensor([[prompt[N - 2]]]))
+        before = decoder.read_bytes
+        decoder.step(torch.tensor([[prompt[N - 1]]]))
+        assert decoder.read_bytes - before == sum(H * N * lead * E + CHOSEN["query"] for lead in leads)
 
 
 @pytest.mark.parametrize("name", HELD)

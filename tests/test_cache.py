@@ -162,7 +162,8 @@ def test_a_packed_layer_reads_as_its_unpacked_rows_would(bits: int) -> None:
     layer = KVLayer(0)
     layer.append(keys[:, :, :60], values[:, :, :60], torch.arange(60)[None])
     plain = layer.fork()
-    layer.pack(packing)
+    layer.packing = packing
+    layer.pack()
     for i in range(60, 100):
         layer.append(keys[:, :, i : i + 1], values[:, :, i : i + 1], torch.tensor([[i]]))
         assert 16 <= layer.segments[-1].tokens < 24
@@ -188,7 +189,8 @@ def test_a_packed_layer_reads_as_its_unpacked_rows_would(bits: int) -> None:
 
 def test_a_packed_prompt_can_be_shared_by_samples() -> None:
     layer = filled(80)
-    layer.pack(Packing(bits=8, group=8, residual=16))
+    layer.packing = Packing(bits=8, group=8, residual=16)
+    layer.pack()
     layer.expand(2)
     for i in range(40):
         token = torch.full((2, 2, 1, 4), float(i)) + torch.tensor([0.0, 50.0]).view(2, 1, 1, 1)
@@ -203,7 +205,8 @@ def test_bytes_shrink_with_the_bits() -> None:
     sizes = {}
     for bits in (16, 8, 4, 2):
         layer = filled(4096, dim=64)
-        layer.pack(Packing(bits=bits, group=32, residual=128))
+        layer.packing = Packing(bits=bits, group=32, residual=128)
+        layer.pack()
         sizes[bits] = layer.device_bytes
     assert sizes[8] < sizes[16] / 2.5
     assert sizes[4] < sizes[8] / 1.4
@@ -212,6 +215,7 @@ def test_bytes_shrink_with_the_bits() -> None:
 
 def test_a_packed_layer_refuses_eviction() -> None:
     layer = filled(80)
-    layer.pack(Packing(bits=4, group=8, residual=16))
+    layer.packing = Packing(bits=4, group=8, residual=16)
+    layer.pack()
     with pytest.raises(UserError, match=r"cache.bits=4 .* evicts while decoding"):
         layer.keep(torch.arange(5)[None, None])

@@ -16,7 +16,8 @@ import transformers
 from torch import Tensor
 
 from fasa_bench.errors import UserError
-from fasa_bench.segments import Packed, Packing, Rows, Segment, pack_oldest
+from fasa_bench.segments import Chosen, Packed, Packing, Rows, Segment, pack_oldest
+from fasa_bench.split import Split, SplitRows
 
 
 class KVLayer:
@@ -28,6 +29,7 @@ class KVLayer:
     prompt_queries, prompt_mass: what the attached methods observe of the prompt pass (fasa_bench.method.Observation).
     state: whatever tensors a method keeps for this layer and sequence; counted in the bytes. They may be views that
         several samples share: replace them, never write into them.
+    packing: how rows that are not recent will be stored, from `pack` on.
     read_bytes: keys and values read so far by `dot`, `mix` and `gather`, and what a method adds for its own index.
 
     Tokens lie in segments: frozen ones (a prompt that several samples share, packed rows), then the layer's own rows.
@@ -44,9 +46,11 @@ class KVLayer:
         self.state: dict[str, Tensor] = {}
         self.read_bytes = 0
         self._frozen: list[Segment] = []
-        self._own: Rows | None = None
+        self._own: Rows | SplitRows | None = None
         self._samples = 1
-        self._packing = Packing()
+        self.packing = Packing()
+        self._packed = False
+        self._split: Split | None = None
 
     # what is cached ---------------------------------------------------------------------------------------------
 
@@ -101,6 +105,14 @@ class KVLayer:
         """[b, H or 1, n] bool, False where the token is padding; None when the layer holds no padding."""
         return self.positions >= 0 if self.padded else None
 
+    def read_whole(self) -> tuple[Tensor, Tensor] | None:
+        """All keys and values as they lie, if they lie in one piece and hold no padding; counted as read."""
+        own = self._own
+        if self._frozen or not isinstance(own, Rows) or self.padded:
+            return None
+        self.read_bytes += own.key_bytes + own.value_bytes
+        return own.keys, own.values
+
     def dot(self, query: Tensor) -> Tensor:
         """Products of each query head with the keys of its KV head, unscaled: [b, Hq, q, d] -> [b, Hq, q, n]."""
         self.read_bytes += sum(segment.key_bytes for segment in self.segments)
@@ -114,25 +126,53 @@ class KVLayer:
         parts = weights.split([segment.tokens for segment in segments], dim=-1)
         return functools.reduce(torch.add, (segment.mix(part) for segment, part in zip(segments, parts, strict=True)))
 
-    def gather(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of the given slots: [b, heads, m] -> two of [b, heads, m, d].
+    def lead_dot(self, query: Tensor) -> Tensor:
+        """Products over the leading dimensions: `query_parts`' first part, [b, Hq, q, r] -> [b, Hq, q, B, C].
+
+        The tokens come in B blocks of C; B * C >= n, and what lies behind the last token is not defined. In a layer
+        that is not split all dimensions are leading, and B is 1.
+        """
+        if self._split is None:
+            return self.dot(query).unsqueeze(3)
+        segments: list[SplitRows] = self.segments  # type: ignore[assignment]
+        self.read_bytes += sum(segment.lead_bytes for segment in segments)
+        if len(segments) == 1:
+            return segments[0].lead_dot(query)
+        parts = [segment.lead_dot(query).flatten(3)[..., : segment.tokens] for segment in segments]
+        return torch.cat(parts, dim=-1).unsqueeze(3)
+
+    def query_parts(self, query: Tensor) -> tuple[Tensor, ...]:
+        """A query [b, Hq, q, d] in the parts in which keys are stored: one, or leading and other dimensions apart."""
+        return (query,) if self._split is None else self._split.parts(query)
+
+    def choose(self, slots: Tensor) -> Chosen:
+        """Keys, in the parts in which they are stored, and values of the given slots [b, heads, m].
 
         `heads` is 1, H, or a multiple of H (query heads: head h reads KV head h // G).
         """
-        keys, values = self._gathered(slots)
-        self.read_bytes += keys.nbytes + values.nbytes
-        return keys, values
+        chosen = self._chosen(slots)
+        self.read_bytes += chosen.nbytes
+        return chosen
 
-    def _gathered(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+    def gather(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """`choose`, the keys in one: [b, heads, m] -> two of [b, heads, m, d]."""
+        chosen = self.choose(slots)
+        return self._whole(chosen.keys), chosen.values
+
+    def _whole(self, keys: tuple[Tensor, ...]) -> Tensor:
+        return keys[0] if self._split is None else self._split.undo(torch.cat(keys, dim=-1))
+
+    def _chosen(self, slots: Tensor) -> Chosen:
         segments = [segment for segment in self.segments if segment.tokens]
-        keys, values = segments[0].pick(slots.clamp(max=segments[0].tokens - 1) if len(segments) > 1 else slots)
+        chosen = segments[0].pick(slots.clamp(max=segments[0].tokens - 1) if len(segments) > 1 else slots)
         start = segments[0].tokens
         for segment in segments[1:]:
             later = (slots >= start)[..., None]
-            rows = segment.pick((slots - start).clamp(0, segment.tokens - 1))
-            keys, values = torch.where(later, rows[0], keys), torch.where(later, rows[1], values)
+            other = segment.pick((slots - start).clamp(0, segment.tokens - 1))
+            keys = tuple(torch.where(later, new, old) for new, old in zip(other.keys, chosen.keys, strict=True))
+            chosen = Chosen(keys, torch.where(later, other.values, chosen.values))
             start += segment.tokens
-        return keys, values
+        return chosen
 
     def positions_of(self, slots: Tensor) -> Tensor:
         """True positions of the given slots: [b, heads, m] -> [b, heads, m], heads 1 widened where they differ."""
@@ -171,36 +211,61 @@ class KVLayer:
             if group > 1:
                 keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
         if self._own is None:
-            self._own = Rows.of(keys, values, rows, spare=reserve)
+            self._own = self._fresh(keys, values, rows, spare=reserve)
         else:
             self._own = self._own.append(keys, values, rows, reserve)
-        if self._packing.bits < 16:
+        if self._packed:
             self._pack()
+
+    @property
+    def spare(self) -> int:
+        """Tokens that can come before the layer's own rows have to grow."""
+        return 0 if self._own is None else self._own.spare
+
+    def _fresh(self, keys: Tensor, values: Tensor, positions: Tensor, spare: int) -> Rows | SplitRows:
+        if self._split is None:
+            return Rows.of(keys, values, positions, spare)
+        return SplitRows.of(self._split, keys, values, positions, spare)
+
+    @property
+    def is_split(self) -> bool:
+        return self._split is not None
+
+    def split(self, order: Tensor, lead: int) -> None:
+        """Store the first `lead` of the key dimensions `order` [H, d] apart from the others, from now on.
+
+        Rows that are going to be packed stay as they are.
+        """
+        if self.packing.bits < 16:
+            return
+        self._split = Split(order.to(self.device), lead)
+        self._frozen, self._own = [], self._fresh(self.keys, self.values, self.positions, self.spare)
 
     def keep(self, slots: Tensor) -> None:
         """Evict all but the given slots [b, heads, m], ascending, without repeats; frees the rest.
 
         With as many heads as query heads the layer holds one copy per query head from then on.
         """
-        if self._packing.bits < 16:
+        if self._packed:
             allowed = "16 for a method that evicts while decoding: packed rows cannot be dropped one by one"
-            raise UserError.of("cache.bits", self._packing.bits, f"must be {allowed}")
+            raise UserError.of("cache.bits", self.packing.bits, f"must be {allowed}")
         slots = slots.expand(self.batch, -1, -1)
         positions = self.positions_of(slots)
-        keys, values = self._gathered(slots)
-        self._frozen, self._own = [], Rows.of(keys, values, positions, spare=1)
+        chosen = self._chosen(slots)
+        self._frozen, self._own = [], self._fresh(self._whole(chosen.keys), chosen.values, positions, spare=1)
 
-    def pack(self, packing: Packing) -> None:
-        """Store what is not recent in few bits, now and as more tokens come."""
-        self._packing = packing
-        if packing.bits < 16:
+    def pack(self) -> None:
+        """Store what is not recent in few bits if `packing` says so, now and as more tokens come."""
+        self._packed = self.packing.bits < 16
+        if self._packed:
             self._pack()
 
     def _pack(self) -> None:
-        split = None if self._own is None else pack_oldest(self._own, self._packing)
-        if split is None:
+        assert not isinstance(self._own, SplitRows)
+        parts = None if self._own is None else pack_oldest(self._own, self.packing)
+        if parts is None:
             return
-        packed, self._own = split
+        packed, self._own = parts
         last = self._frozen[-1] if self._frozen else None
         if isinstance(last, Packed) and last.batch == packed.batch:
             self._frozen = [*self._frozen[:-1], last.append(packed)]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fasa_bench.cache import KVLayer
+from fasa_bench.clock import stage
 from fasa_bench.errors import UserError
 
 if TYPE_CHECKING:
@@ -68,6 +69,11 @@ class Method:
         """What a step reads depends on its query and the tokens up to it only, and `reads` says it for many at once."""
         return False
 
+    @property
+    def uses_weights(self) -> bool:
+        """`decoded` does something."""
+        return type(self).decoded is not Method.decoded
+
     def observes(self) -> Observation:
         """What `prefill` wants to know of the prompt pass."""
         return Observation()
@@ -124,7 +130,8 @@ class TopTokens(Method):
         assert layer.budget is not None
         sinks, recent = self.always(layer)
         scores = self.scores(layer, query, None if layer.real is None else layer.real[:, :, None])[:, :, 0]
-        return top_slots(scores, layer, layer.budget, sinks=sinks, recent=recent)[:, :, None]
+        with stage("top_k"):
+            return top_slots(scores, layer, layer.budget, sinks=sinks, recent=recent)[:, :, None]
 
     def reads(self, layer: KVLayer, query: Tensor, visible: Tensor) -> Tensor:
         assert layer.budget is not None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -44,6 +44,22 @@ class Packing:
             raise UserError.of("cache.group", self.group, "must be at least 1")
         if self.residual < 0:
             raise UserError.of("cache.residual", self.residual, "must be at least 0")
+
+
+class Chosen(NamedTuple):
+    """Keys and values of some tokens [b, heads, m, ...]; keys: the dimensions of a head in one part or in several."""
+
+    keys: tuple[Tensor, ...]
+    values: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in (*self.keys, self.values))
+
+    def dot(self, query: tuple[Tensor, ...]) -> Tensor:
+        """Products of each query head with its tokens: a query [b, Hq, q, ...] in the same parts -> [b, Hq, q, m]."""
+        products = (product(part, keys.transpose(2, 3)) for part, keys in zip(query, self.keys, strict=True))
+        return functools.reduce(torch.Tensor.add_, products)
 
 
 class Segment(Protocol):
@@ -87,8 +103,8 @@ class Segment(Protocol):
         """[b or 1, H or 1, tokens]."""
         ...
 
-    def pick(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of rows [b, heads, m]: two of [b, heads, m, d]."""
+    def pick(self, slots: Tensor) -> Chosen:
+        """Keys and values of rows [b, heads, m]."""
         ...
 
     def dot(self, query: Tensor) -> Tensor:
@@ -140,6 +156,11 @@ class Rows:
         return self.buffer.keys.device
 
     @property
+    def spare(self) -> int:
+        """Rows that are free behind these."""
+        return self.buffer.keys.shape[2] - self.tokens
+
+    @property
     def key_bytes(self) -> int:
         return self.keys.nbytes
 
@@ -160,8 +181,8 @@ class Rows:
         buffer.write(self.tokens, keys, values, positions)
         return Rows(buffer, end)
 
-    def pick(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        return pick(self.buffer.keys, slots), pick(self.buffer.values, slots)
+    def pick(self, slots: Tensor) -> Chosen:
+        return Chosen((pick(self.buffer.keys, slots),), pick(self.buffer.values, slots))
 
     def dot(self, query: Tensor) -> Tensor:
         return product(query, self.keys.transpose(2, 3))
@@ -245,8 +266,8 @@ class Packed:
         positions = torch.cat([self.positions, other.positions], dim=2)
         return Packed(self._keys.append(other._keys), self._values.append(other._values), positions)
 
-    def pick(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        return self._keys.rows(slots), self._values.rows(slots)
+    def pick(self, slots: Tensor) -> Chosen:
+        return Chosen((self._keys.rows(slots),), self._values.rows(slots))
 
     def dot(self, query: Tensor) -> Tensor:
         return torch.cat([product(query, part.transpose(2, 3)) for part in self._keys.parts()], dim=-1)

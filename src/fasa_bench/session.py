@@ -57,10 +57,10 @@ class Prefilled:
             raise UserError.of("method", method.name, "cannot decode prompts of different lengths in one batch")
         cache = self.cache.fork()
         for layer, tokens in zip(cache.layers, self._budgets(method, budget, len(cache.layers)), strict=True):
-            layer.budget = tokens
+            layer.budget, layer.packing = tokens, packing or Packing()
         decoder = Decoder(self, cache, method)
         try:
-            decoder.compress(packing or Packing())
+            decoder.compress()
             decoder.expand(samples)
             yield decoder
         finally:
@@ -122,7 +122,7 @@ class Decoder:
     def timed_steps(self) -> list[float]:
         return self.step_seconds[1:]
 
-    def compress(self, packing: Packing) -> None:
+    def compress(self) -> None:
         """Let the method act on the prompt's cache, layer by layer, then quantise what it leaves."""
         with self.state.clock.whole("compress"):
             for layer in self.cache.layers:
@@ -131,7 +131,7 @@ class Decoder:
                     query = query[:, :, -window:] if window else None
                 self.method.prefill(layer, query)
                 layer.prompt_queries = layer.prompt_mass = None  # the prompt's own copy stays
-                layer.pack(packing)
+                layer.pack()
                 layer.read_bytes = 0  # counted from the first decode step on
         self.compress_seconds = self.state.clock.seconds.pop("compress")
         self._note_bytes()

@@ -1,0 +1,125 @@
+"""Storage of the leading key dimensions of a split cache, laid out for the product that reads all of them.
+
+Shapes as in fasa_bench.cache; r leading dimensions.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+BLOCK = 512  # tokens
+
+
+class Lead(Protocol):
+    @property
+    def capacity(self) -> int: ...
+    @property
+    def batch(self) -> int: ...
+    @property
+    def storage(self) -> Tensor: ...
+
+    def write(self, start: int, rows: Tensor) -> None:
+        """Put rows [b, H, m, r] at tokens start, start + 1, ..."""
+        ...
+
+    def rows(self, tokens: int) -> Tensor:
+        """The first tokens as they were written: [b, H, tokens, r]."""
+        ...
+
+    def pick(self, slots: Tensor) -> Tensor:
+        """Those of slots [b, heads, m], heads as in KVLayer.gather: [b, heads, m, r]."""
+        ...
+
+    def dot(self, query: Tensor, tokens: int) -> Tensor:
+        """Products of queries [b or 1, H, g, r] with the first tokens, in blocks: [b, H, g, B, C].
+
+        B * C >= tokens; what lies behind the last token is not defined.
+        """
+        ...
+
+
+def make_lead(batch: int, heads: int, tokens: int, width: int, like: Tensor) -> Lead:
+    """Room for so many tokens at least, in the type and on the device of `like`."""
+    if like.device.type == "cpu":
+        return LeadBlocks(like.new_zeros(-(-tokens // BLOCK), batch, heads, width, BLOCK))
+    return LeadRows(like.new_zeros(batch, heads, tokens, width))
+
+
+class LeadRows:
+    """One row a token, [b, H, capacity, r]: what the kernels of an accelerator read."""
+
+    def __init__(self, storage: Tensor) -> None:
+        self.storage = storage
+
+    @property
+    def capacity(self) -> int:
+        return self.storage.shape[2]
+
+    @property
+    def batch(self) -> int:
+        return self.storage.shape[0]
+
+    def write(self, start: int, rows: Tensor) -> None:
+        self.storage[:, :, start : start + rows.shape[2]] = rows
+
+    def rows(self, tokens: int) -> Tensor:
+        return self.storage[:, :, :tokens]
+
+    def pick(self, slots: Tensor) -> Tensor:
+        batch, heads = _heads_of(slots, self.storage.shape[0], self.storage.shape[1])
+        return self.storage[batch, heads, slots]
+
+    def dot(self, query: Tensor, tokens: int) -> Tensor:
+        return torch.matmul(query, self.rows(tokens).transpose(2, 3)).unsqueeze(3)
+
+
+class LeadBlocks:
+    """Blocks of tokens, transposed inside: [blocks, b, H, r, BLOCK].
+
+    A product with few queries then streams through memory once and needs no reduction over a short row: on a CPU up to
+    five times as fast as from rows. Blocks come first so that any number of them is one contiguous batch of products.
+    """
+
+    def __init__(self, storage: Tensor) -> None:
+        self.storage = storage
+
+    @property
+    def capacity(self) -> int:
+        return len(self.storage) * BLOCK
+
+    @property
+    def batch(self) -> int:
+        return self.storage.shape[1]
+
+    def write(self, start: int, rows: Tensor) -> None:
+        end = start + rows.shape[2]
+        while start < end:
+            block, first = divmod(start, BLOCK)
+            count = min(BLOCK - first, end - start)
+            self.storage[block, ..., first : first + count] = rows[:, :, :count].transpose(2, 3)
+            rows, start = rows[:, :, count:], start + count
+
+    def rows(self, tokens: int) -> Tensor:
+        return self.storage.permute(1, 2, 0, 4, 3).flatten(2, 3)[:, :, :tokens]
+
+    def pick(self, slots: Tensor) -> Tensor:
+        _, stored, kv_heads, width, _ = self.storage.shape
+        batch, heads = _heads_of(slots, stored, kv_heads)
+        block = slots.div(BLOCK, rounding_mode="floor")
+        row = ((block * stored + batch) * kv_heads + heads) * width * BLOCK + slots % BLOCK
+        index = row[:, :, None] + torch.arange(0, width * BLOCK, BLOCK)[:, None]
+        return self.storage.view(-1).index_select(0, index.flatten()).view(index.shape).transpose(2, 3)
+
+    def dot(self, query: Tensor, tokens: int) -> Tensor:
+        products = torch.matmul(query, self.storage[: -(-tokens // BLOCK)])  # [B, b, H, g, C]
+        return products.permute(1, 2, 3, 0, 4)
+
+
+def _heads_of(slots: Tensor, stored: int, kv_heads: int) -> tuple[Tensor, Tensor]:
+    """Row of the stored batch and KV head of each slot's row [b, heads, ...], as tensors that broadcast with it."""
+    batch = torch.arange(slots.shape[0], device=slots.device).clamp(max=stored - 1)[:, None, None]
+    wanted = max(slots.shape[1], kv_heads)
+    return batch, (torch.arange(wanted, device=slots.device) // (wanted // kv_heads))[:, None]
