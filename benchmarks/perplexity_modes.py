@@ -4,9 +4,9 @@
     python benchmarks/perplexity_modes.py --methods fkv fasa_c --windows 5 --out modes.json
 
 Every window is prefilled once; from there each method scores it once in steps and three times in one pass, all in one
-process and right after each other, so that other work on the machine slows both alike. Timed is the scoring alone (`Decoder.force`: all passes and
-losses), not the prefill. The text is Python's own documentation unless --path names another. Threads are torch's:
-OMP_NUM_THREADS=1 python benchmarks/perplexity_modes.py uses one.
+process and right after each other, so that other work on the machine slows both alike. Timed is the scoring alone
+(`Decoder.force`: all passes and losses), not the prefill. The text is Python's own documentation unless --path names
+another. Threads are torch's: OMP_NUM_THREADS=1 python benchmarks/perplexity_modes.py uses one.
 """
 
 from __future__ import annotations
