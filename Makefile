@@ -5,8 +5,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO := $(RESULTS)/demo
+BENCH := $(RESULTS)/bench
+BENCH_GPU := $(RESULTS)/bench-gpu
+TIMED := task=latency budget=256 logger=none results_dir=$(BENCH)
 
-.PHONY: setup demo test lint tables figures clean
+.PHONY: setup demo test lint tables figures bench bench-gpu clean
 
 setup: $(READY)
 
@@ -33,6 +36,20 @@ tables: setup
 
 figures: setup
 	$(BIN)/python -m fasa_bench.report figures --results-dir $(RESULTS)
+
+bench: setup  ## speed on this machine's CPU, measured anew: one layer, whole steps, stages; Figures 3 and 7 (docs/speed.md)
+	rm -rf $(BENCH)
+	$(BIN)/python benchmarks/attention_layer.py --tokens 8192,65536 --out $(BENCH)/attention_layer.json
+	$(BIN)/python run.py $(TIMED) method=fasa_plus task.plain=true
+	$(BIN)/python run.py $(TIMED) method=fasa_m task.prefill=0 task.steps=16
+	$(BIN)/python benchmarks/filling.py --out $(BENCH)/filling.json
+	$(BIN)/python -m fasa_bench.report tables --results-dir $(BENCH)
+	$(BIN)/python -m fasa_bench.report figures --results-dir $(BENCH)
+
+bench-gpu: setup  ## the same on a CUDA GPU for Llama-3.1-8B's shape, and the kernels by themselves; under 8 minutes
+	$(BIN)/python benchmarks/gpu.py --out $(BENCH_GPU)/gpu.json
+	[ ! -d $(BENCH_GPU)/runs ] || $(BIN)/python -m fasa_bench.report tables --results-dir $(BENCH_GPU)
+	[ ! -d $(BENCH_GPU)/runs ] || $(BIN)/python -m fasa_bench.report figures --results-dir $(BENCH_GPU)
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

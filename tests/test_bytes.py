@@ -26,7 +26,7 @@ PAGES, LAST = 8, N % 4  # full pages of 4 tokens, tokens of the newest one
 BOUNDS = 2 * H * (PAGES + 1) * ROW + 2 * H * LAST * ROW  # of all pages; the newest one's come from its rows
 READ = {
     "oracle": KEYS + CHOSEN["query"],
-    "fasa_plus": H * N * 4 * E + CHOSEN["kv"],
+    "fasa_plus": H * N * 4 * E + CHOSEN["kv"] - H * B * 4 * E,  # the leading part of the logits is known already
     "loki": KEYS + CHOSEN["query"],
     "sparq": KEYS + CHOSEN["kv"] + 2 * 2 * H * ROW,  # the newest value, for the mean
     "sparq_plain": KEYS + CHOSEN["kv"],

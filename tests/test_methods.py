@@ -16,7 +16,8 @@ from fasa_bench.attention import reading
 from fasa_bench.cache import KVLayer
 from fasa_bench.errors import UserError
 from fasa_bench.method import Method, group_softmax, top_slots
-from fasa_bench.methods.fasa import FasaC, chunk_mask
+from fasa_bench.methods.dominant import chunk_mask
+from fasa_bench.methods.fasa import FasaC
 from fasa_bench.methods.full import FullKV
 from fasa_bench.methods.h2o import H2O
 from fasa_bench.methods.h2o_mask_sim import H2OMaskSim

@@ -10,6 +10,7 @@ from fasa_bench import lead as lead_module
 from fasa_bench.cache import KVLayer
 from fasa_bench.lead import BLOCK, LeadBlocks, LeadRows, make_lead
 from fasa_bench.segments import Packing
+from fasa_bench.split import in_one
 
 H, G, D, R = 2, 3, 12, 5
 
@@ -45,7 +46,7 @@ def check(plain: KVLayer, split: KVLayer, batch: int) -> None:
 
 
 def lead_products(layer: KVLayer, query: Tensor) -> Tensor:
-    return layer.lead_dot(layer.query_parts(query)[0]).flatten(3)[..., : layer.length]
+    return in_one(layer.lead_dot(layer.query_parts(query)[0]), layer.length)
 
 
 def by_hand(plain: KVLayer, query: Tensor, order: Tensor) -> Tensor:
@@ -138,7 +139,7 @@ def test_rows_that_will_be_packed_stay_plain() -> None:
     layer.split(torch.arange(D).expand(H, D), R)
     assert not layer.is_split
     query = torch.randn(1, H * G, 1, D)
-    assert torch.equal(layer.lead_dot(query)[..., 0, :], layer.dot(query))
+    assert torch.equal(layer.lead_dot(query)[0], layer.dot(query))
 
 
 def test_layout_goes_by_the_device() -> None:

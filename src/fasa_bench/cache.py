@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fasa_bench.errors import UserError
 from fasa_bench.segments import Chosen, Packed, Packing, Rows, Segment, pack_oldest
-from fasa_bench.split import Split, SplitRows
+from fasa_bench.split import Split, SplitRows, at, in_one
 
 
 class KVLayer:
@@ -51,6 +51,7 @@ class KVLayer:
         self.packing = Packing()
         self._packed = False
         self._split: Split | None = None
+        self._products: Tensor | None = None  # of the query of the step with the leading dimensions
 
     # what is cached ---------------------------------------------------------------------------------------------
 
@@ -126,20 +127,24 @@ class KVLayer:
         parts = weights.split([segment.tokens for segment in segments], dim=-1)
         return functools.reduce(torch.add, (segment.mix(part) for segment, part in zip(segments, parts, strict=True)))
 
-    def lead_dot(self, query: Tensor) -> Tensor:
-        """Products over the leading dimensions: `query_parts`' first part, [b, Hq, q, r] -> [b, Hq, q, B, C].
+    def lead_dot(self, query: Tensor, whole: bool = False) -> Tensor:
+        """Products over the leading dimensions: `query_parts`' first part, [b, Hq, q, r] -> [B, b, Hq, q, C].
 
         The tokens come in B blocks of C; B * C >= n, and what lies behind the last token is not defined. In a layer
         that is not split all dimensions are leading, and B is 1.
+        whole: this is the query of the step and no dimension of it is masked, so that the products are a part of its
+        logits. `choose` then does not read the leading dimensions again; do not write into the result.
         """
         if self._split is None:
-            return self.dot(query).unsqueeze(3)
+            return self.dot(query)[None]
         segments: list[SplitRows] = self.segments  # type: ignore[assignment]
         self.read_bytes += sum(segment.lead_bytes for segment in segments)
         if len(segments) == 1:
-            return segments[0].lead_dot(query)
-        parts = [segment.lead_dot(query).flatten(3)[..., : segment.tokens] for segment in segments]
-        return torch.cat(parts, dim=-1).unsqueeze(3)
+            products = segments[0].lead_dot(query)
+            self._products = products if whole else None
+            return products
+        parts = [in_one(segment.lead_dot(query), segment.tokens) for segment in segments]
+        return torch.cat(parts, dim=-1)[None]
 
     def query_parts(self, query: Tensor) -> tuple[Tensor, ...]:
         """A query [b, Hq, q, d] in the parts in which keys are stored: one, or leading and other dimensions apart."""
@@ -150,13 +155,20 @@ class KVLayer:
 
         `heads` is 1, H, or a multiple of H (query heads: head h reads KV head h // G).
         """
-        chosen = self._chosen(slots)
+        products, self._products = self._products, None
+        if products is None:
+            chosen = self._chosen(slots)
+        else:
+            (rows,) = self.segments
+            assert isinstance(rows, SplitRows)
+            chosen = rows.pick_rest(slots)._replace(products=at(products, slots))
         self.read_bytes += chosen.nbytes
         return chosen
 
     def gather(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """`choose`, the keys in one: [b, heads, m] -> two of [b, heads, m, d]."""
-        chosen = self.choose(slots)
+        """The keys in one, and the values: [b, heads, m] -> two of [b, heads, m, d]."""
+        chosen = self._chosen(slots)
+        self.read_bytes += chosen.nbytes
         return self._whole(chosen.keys), chosen.values
 
     def _whole(self, keys: tuple[Tensor, ...]) -> Tensor:

@@ -34,7 +34,7 @@ class Lead(Protocol):
         ...
 
     def dot(self, query: Tensor, tokens: int) -> Tensor:
-        """Products of queries [b or 1, H, g, r] with the first tokens, in blocks: [b, H, g, B, C].
+        """Products of queries [b or 1, H, g, r] with the first tokens, in blocks: [B, b, H, g, C].
 
         B * C >= tokens; what lies behind the last token is not defined.
         """
@@ -73,7 +73,7 @@ class LeadRows:
         return self.storage[batch, heads, slots]
 
     def dot(self, query: Tensor, tokens: int) -> Tensor:
-        return torch.matmul(query, self.rows(tokens).transpose(2, 3)).unsqueeze(3)
+        return torch.matmul(query, self.rows(tokens).transpose(2, 3))[None]
 
 
 class LeadBlocks:
@@ -108,14 +108,12 @@ class LeadBlocks:
     def pick(self, slots: Tensor) -> Tensor:
         _, stored, kv_heads, width, _ = self.storage.shape
         batch, heads = _heads_of(slots, stored, kv_heads)
-        block = slots.div(BLOCK, rounding_mode="floor")
-        row = ((block * stored + batch) * kv_heads + heads) * width * BLOCK + slots % BLOCK
-        index = row[:, :, None] + torch.arange(0, width * BLOCK, BLOCK)[:, None]
-        return self.storage.view(-1).index_select(0, index.flatten()).view(index.shape).transpose(2, 3)
+        first = (batch * kv_heads + heads) * (width * BLOCK)  # of each row's head, in the block
+        place = (slots // BLOCK) * (stored * kv_heads * width * BLOCK) + slots % BLOCK + first
+        return self.storage.take(place[:, :, None] + torch.arange(0, width * BLOCK, BLOCK)[:, None]).transpose(2, 3)
 
     def dot(self, query: Tensor, tokens: int) -> Tensor:
-        products = torch.matmul(query, self.storage[: -(-tokens // BLOCK)])  # [B, b, H, g, C]
-        return products.permute(1, 2, 3, 0, 4)
+        return torch.matmul(query, self.storage[: -(-tokens // BLOCK)])
 
 
 def _heads_of(slots: Tensor, stored: int, kv_heads: int) -> tuple[Tensor, Tensor]:

@@ -18,8 +18,9 @@ from rich.console import Console
 from rich.table import Table
 
 from fasa_bench.errors import UserError
+from fasa_bench.latency_tables import markdown, timings
 from fasa_bench.store import Run, find_runs, load_run, write_whole
-from fasa_bench.tables import MISSING, Group, grouped, lower_is_better, numbers, span, table
+from fasa_bench.tables import MISSING, Group, grouped, is_timing, lower_is_better, numbers, span, table
 
 __all__ = ["main", "print_table", "table", "write_figures", "write_tables"]
 
@@ -60,7 +61,9 @@ def write_tables(results_dir: str | Path, runs: Sequence[Run] | None = None) -> 
     """Write tables/runs.md, .tex (both as text) and .csv (numbers at full precision); returns the paths."""
     runs = _some(results_dir, runs)
     groups = grouped(runs)
+    measured = timings(runs)
     files = {
+        **({"latency.md": markdown(measured)} if measured else {}),
         "runs.md": "\n".join([*map(_markdown, groups), NOTE, ""]),
         "runs.tex": "\n".join(["% needs \\usepackage{booktabs}", *map(_latex, groups)]),
         "runs.csv": numbers(runs).to_csv(index=False, lineterminator="\n"),
@@ -69,11 +72,19 @@ def write_tables(results_dir: str | Path, runs: Sequence[Run] | None = None) -> 
 
 
 def write_figures(results_dir: str | Path, runs: Sequence[Run] | None = None, name: str = "runs") -> list[Path]:
-    """Write figures/<name>.pdf and .png: scores and decode time over tokens read; returns the paths."""
-    from fasa_bench.figures import draw  # not at the top: tables need no matplotlib
+    """Write figures/<name>.pdf and .png: scores and decode time over tokens read; returns the paths.
 
-    drawn = draw(grouped(_some(results_dir, runs)))
-    return [_write(Path(results_dir) / "figures" / f"{name}.{kind}", data) for kind, data in drawn.items()]
+    Timings have no scores: of them, figure3 and figure7 are written.
+    """
+    from fasa_bench import figures, latency_figures  # not at the top: tables need no matplotlib
+
+    runs = _some(results_dir, runs)
+    scored, measured = [run for run in runs if not is_timing(run)], timings(runs)
+    files = {} if measured and not scored else figures.draw(grouped(scored))
+    drawn = {f"{name}.{kind}": data for kind, data in files.items()}
+    if measured:
+        drawn |= latency_figures.draw(measured)
+    return [_write(Path(results_dir) / "figures" / file, data) for file, data in drawn.items()]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

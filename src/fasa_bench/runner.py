@@ -25,10 +25,16 @@ from fasa_bench.segments import Packing
 from fasa_bench.session import Decoder, Generation, Prefilled, Session
 from fasa_bench.statistics import quantiles
 from fasa_bench.store import RunStore, load_run, run_id
-from fasa_bench.task import Example, Prediction, Task
+from fasa_bench.task import Example, Prediction, Task, Timing
+from fasa_bench.timing import DoesNotFitError, begin, measure
 from fasa_bench.tracking import Tracker
 
 log = logging.getLogger("fasa_bench")
+
+# of a row that could not be computed
+NOTHING: dict[str, Any] = {"prompt_tokens": 0, "prefill_s": None, "compress_s": None, "step_ms": [], "stages_ms": {}}
+NOTHING |= {"device_bytes": 0, "host_bytes": 0, "attended_tokens": None, "cached_tokens": None, "read_bytes": None}
+NOTHING |= {"layer_steps": 0, "sparse_steps": 0, "sparse_steps_by_layer": []}
 
 KEYS = ("budget", "seed", "limit", "results_dir", "cache", "calibration", "model", "method", "task", "logger")
 
@@ -151,6 +157,8 @@ def run(job: Job) -> Path:
 
 def evaluate(session: Session, job: Job, example: Example) -> dict[str, Any]:
     """Prefill, decode and score one example: its row."""
+    if example.timing is not None:
+        return _time(session, job, example, example.timing)
     length = len(example.target_ids) if example.target_ids is not None else example.max_new_tokens
     samples = 1
     if example.sampling:
@@ -161,6 +169,22 @@ def evaluate(session: Session, job: Job, example: Example) -> dict[str, Any]:
         row = _row(prefilled, decoder, example, prediction)
     row["scores"] = job.task.score(example, prediction)
     return row
+
+
+def _time(session: Session, job: Job, example: Example, timing: Timing) -> dict[str, Any]:
+    """Time a decode step on the cache that the example describes: its row."""
+    try:
+        prefilled = begin(session, example.prompt_ids, timing, job.method.observes())
+        with prefilled.fork(job.method, job.budget, packing=job.packing) as decoder:
+            measured = measure(decoder, timing)
+            prediction = Prediction([], "", "timed", measured=measured)
+            row = _row(prefilled, decoder, example, prediction)
+            row |= {"step_ms": measured["method"]["step_ms"], "stages_ms": measured["method"]["stages_ms"]}
+    except DoesNotFitError as reason:
+        log.warning("%s: %s", example.id, reason)
+        prediction = Prediction([], "", "timed", measured={"does_not_fit": str(reason)})
+        row = {"id": example.id, **_answers(prediction), "fields": example.fields, **NOTHING}
+    return row | {"measured": prediction.measured, "scores": job.task.score(example, prediction)}
 
 
 def _decode(decoder: Decoder, model: Model, example: Example) -> Prediction:
@@ -231,7 +255,8 @@ def summarise(job: Job, name: str, rows: list[dict[str, Any]], status: str) -> d
         return sum(row["stages_ms"].get(name, 0.0) * len(row["step_ms"]) for row in rows) / len(steps)
 
     def mean(key: str) -> float | None:
-        return sum(row[key] for row in rows) / len(rows) if rows else None
+        known = [row[key] for row in rows if row[key] is not None]
+        return sum(known) / len(known) if known else None
 
     def per_layer_step(key: str) -> float | None:
         known = [(row[key], row["layer_steps"]) for row in rows if row[key] is not None]

@@ -47,19 +47,26 @@ class Packing:
 
 
 class Chosen(NamedTuple):
-    """Keys and values of some tokens [b, heads, m, ...]; keys: the dimensions of a head in one part or in several."""
+    """Keys and values of some tokens [b, heads, m, ...].
+
+    keys: the dimensions of a head in one part or in several. products [b, Hq, 1, m]: those of the query being decoded
+    with the dimensions that are in none of the parts.
+    """
 
     keys: tuple[Tensor, ...]
     values: Tensor
+    products: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in (*self.keys, self.values))
 
     def dot(self, query: tuple[Tensor, ...]) -> Tensor:
-        """Products of each query head with its tokens: a query [b, Hq, q, ...] in the same parts -> [b, Hq, q, m]."""
-        products = (product(part, keys.transpose(2, 3)) for part, keys in zip(query, self.keys, strict=True))
-        return functools.reduce(torch.Tensor.add_, products)
+        """Products of each query head with its tokens: a query [b, Hq, q, ...] in all parts -> [b, Hq, q, m]."""
+        found = [] if self.products is None else [self.products]
+        needed = query[len(query) - len(self.keys) :]
+        found += (product(part, keys.transpose(2, 3)) for part, keys in zip(needed, self.keys, strict=True))
+        return functools.reduce(torch.Tensor.add_, found)
 
 
 class Segment(Protocol):

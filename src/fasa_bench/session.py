@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fasa_bench import layer_budget
+from fasa_bench.allocator import keep_freed_memory
 from fasa_bench.attention import Reading, installed, reading
 from fasa_bench.cache import Cache
 from fasa_bench.clock import Clock
@@ -271,8 +272,9 @@ class Session:
         self.device = embedding.device
         # transformers renamed the argument in 5.2x
         names = inspect.signature(inspect.unwrap(network.forward)).parameters
-        self._cache_argument = "cache" if "cache" in names else "past_key_values"
+        self.cache_argument = "cache" if "cache" in names else "past_key_values"
         self._stack = contextlib.ExitStack()
+        keep_freed_memory()
 
     def __enter__(self) -> Session:
         self._stack.enter_context(torch.inference_mode())
@@ -322,7 +324,7 @@ class Session:
             attention_mask=padding,
             use_cache=True,
             logits_to_keep=keep,
-            **{self._cache_argument: cache},
+            **{self.cache_argument: cache},
         )
         logits = output.logits[:, -keep:]
         if not logits.sum(dtype=torch.float32).isfinite():  # many times faster than to ask each of them

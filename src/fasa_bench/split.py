@@ -44,14 +44,17 @@ class Split:
 
 
 class SplitBuffer:
-    """Storage for `capacity` tokens, of which somebody wrote the first `used`: rest [b, H, capacity, d - r]."""
+    """Storage for `capacity` tokens, of which somebody wrote the first `used`.
+
+    tail [b, H, capacity, d - r + d]: the other key dimensions and the value of a token lie together, for they are
+    fetched together.
+    """
 
     def __init__(self, split: Split, keys: Tensor, values: Tensor, positions: Tensor, spare: int) -> None:
         batch, heads, tokens, dim = keys.shape
         self.lead: Lead = make_lead(batch, heads, tokens + spare, split.lead, like=keys)
         capacity = self.lead.capacity
-        self.rest = keys.new_zeros(batch, heads, capacity, dim - split.lead)
-        self.values = values.new_zeros(batch, heads, capacity, dim)
+        self.tail = keys.new_zeros(batch, heads, capacity, 2 * dim - split.lead)
         self.positions = positions.new_zeros(batch, positions.shape[1], capacity)
         self.used = 0
 
@@ -59,8 +62,7 @@ class SplitBuffer:
         self.used = start + keys.shape[2]
         lead, rest = split.parts(keys)
         self.lead.write(start, lead)
-        self.rest[:, :, start : self.used] = rest
-        self.values[:, :, start : self.used] = values
+        self.tail[:, :, start : self.used] = torch.cat([rest, values], dim=-1)
         self.positions[:, :, start : self.used] = positions
 
 
@@ -78,11 +80,11 @@ class SplitRows:
 
     @property
     def batch(self) -> int:
-        return self.buffer.values.shape[0]
+        return self.buffer.tail.shape[0]
 
     @property
     def heads(self) -> int:
-        return self.buffer.values.shape[1]
+        return self.buffer.tail.shape[1]
 
     @property
     def device(self) -> torch.device:
@@ -90,7 +92,7 @@ class SplitRows:
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [self.buffer.lead.storage, self.buffer.rest, self.buffer.values, self.buffer.positions, self.split.order]
+        return [self.buffer.lead.storage, self.buffer.tail, self.buffer.positions, self.split.order]
 
     @property
     def spare(self) -> int:
@@ -99,7 +101,7 @@ class SplitRows:
 
     @property
     def lead_bytes(self) -> int:
-        return self.batch * self.heads * self.tokens * self.split.lead * self.buffer.values.itemsize
+        return self.batch * self.heads * self.tokens * self.split.lead * self.buffer.tail.itemsize
 
     @property
     def key_bytes(self) -> int:
@@ -107,7 +109,7 @@ class SplitRows:
 
     @property
     def value_bytes(self) -> int:
-        return self.values.nbytes
+        return self.values.numel() * self.values.itemsize
 
     @property
     def keys(self) -> Tensor:
@@ -115,7 +117,7 @@ class SplitRows:
 
     @property
     def values(self) -> Tensor:
-        return self.buffer.values[:, :, : self.tokens]
+        return self.buffer.tail[:, :, : self.tokens, -self.split.order.shape[1] :]
 
     @property
     def positions(self) -> Tensor:
@@ -123,7 +125,7 @@ class SplitRows:
 
     @property
     def _rest(self) -> Tensor:
-        return self.buffer.rest[:, :, : self.tokens]
+        return self.buffer.tail[:, :, : self.tokens, : -self.split.order.shape[1]]
 
     def append(self, keys: Tensor, values: Tensor, positions: Tensor, reserve: int) -> SplitRows:
         """These rows and the new ones; in place where that is safe."""
@@ -135,24 +137,47 @@ class SplitRows:
         return SplitRows(self.split, buffer, end)
 
     def pick(self, slots: Tensor) -> Chosen:
-        lead, rest = self.buffer.lead.pick(slots), pick(self.buffer.rest, slots)
-        return Chosen((lead, rest), pick(self.buffer.values, slots))
+        rest, values = self._pick_tail(slots)
+        return Chosen((self.buffer.lead.pick(slots), rest), values)
+
+    def pick_rest(self, slots: Tensor) -> Chosen:
+        """`pick` without the leading dimensions."""
+        rest, values = self._pick_tail(slots)
+        return Chosen((rest,), values)
+
+    def _pick_tail(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        tail = pick(self.buffer.tail, slots)
+        dim = self.split.order.shape[1]
+        return tail[..., :-dim], tail[..., -dim:]
 
     def lead_dot(self, query: Tensor) -> Tensor:
-        """Products over the leading dimensions: [b, Hq, q, r] -> [b, Hq, q, B, C]; the first `tokens` count."""
+        """Products over the leading dimensions: [b, Hq, q, r] -> [B, b, Hq, q, C]; the first `tokens` count."""
         batch, query_heads, queries, width = query.shape
         grouped = query.reshape(batch, self.heads, -1, width)
         if self.batch < batch:  # stored once for all rows of the batch: read once
             grouped = grouped.transpose(0, 1).reshape(1, self.heads, -1, width)
         products = self.buffer.lead.dot(grouped, self.tokens)
-        blocks, block = products.shape[-2:]
+        blocks, *_, block = products.shape
         if self.batch < batch:
-            products = products.reshape(self.heads, batch, -1, blocks, block).transpose(0, 1)
-        return products.reshape(batch, query_heads, queries, blocks, block)
+            products = products.reshape(blocks, self.heads, batch, -1, block).transpose(1, 2)
+        return products.reshape(blocks, batch, query_heads, queries, block)
 
     def dot(self, query: Tensor) -> Tensor:
         lead, rest = self.split.parts(query)
-        return self.lead_dot(lead).flatten(3)[..., : self.tokens] + product(rest, self._rest.transpose(2, 3))
+        return in_one(self.lead_dot(lead), self.tokens) + product(rest, self._rest.transpose(2, 3))
 
     def mix(self, weights: Tensor) -> Tensor:
         return product(weights, self.values)
+
+
+def in_one(products: Tensor, tokens: int) -> Tensor:
+    """Blocks put behind each other: [B, b, Hq, q, C] -> [b, Hq, q, tokens]."""
+    return products.permute(1, 2, 3, 0, 4).flatten(3)[..., :tokens]
+
+
+def at(products: Tensor, slots: Tensor) -> Tensor:
+    """The products of some tokens, without `in_one`: [B, b, Hq, 1, C], slots [b, heads, m] -> [b, Hq, 1, m]."""
+    _, batch, heads, _, block = products.shape
+    slots = slots.repeat_interleave(heads // slots.shape[1], dim=1)
+    row = torch.arange(batch * heads, device=slots.device).view(batch, heads, 1) * block
+    return products.take((slots // block) * (batch * heads * block) + slots % block + row)[:, :, None]

@@ -111,7 +111,14 @@ def realised(run: Run, key: str) -> float | None:
 
 def decode_ms(run: Run) -> Mapping[str, Any]:
     """median, p25, p75, n of the decode time per token, in ms; empty if there is none or it means nothing."""
-    return {} if simulated(run) else (run.summary.get("latency") or {}).get("decode_ms_per_token") or {}
+    return (
+        {} if simulated(run) or is_timing(run) else (run.summary.get("latency") or {}).get("decode_ms_per_token") or {}
+    )
+
+
+def is_timing(run: Run) -> bool:
+    """Whether steps were timed at several contexts, which have no time in common: see fasa_bench.latency_tables."""
+    return any("measured" in row for row in run.rows)
 
 
 def simulated(run: Run) -> bool:

@@ -27,6 +27,31 @@ class Sampling:
 
 
 @dataclass
+class Timing:
+    """A decode step to be timed, on a cache of `context` tokens in `batch` rows: see fasa_bench.timing.
+
+    steps: decode steps that are timed, in blocks of `block` that take turns with those of the others; warmup: steps
+    before them that are not. fill: "random" keys and values, or those of a real prompt pass. baseline: time full KV in
+    turns with the method. plain: time transformers as it comes too. prompt_pass: time a real prompt pass.
+    """
+
+    context: int
+    batch: int = 1
+    steps: int = 32
+    block: int = 4
+    warmup: int = 3
+    fill: Literal["random", "prefill"] = "random"
+    baseline: bool = True
+    plain: bool = False
+    prompt_pass: bool = False
+    seed: int = 0
+
+    @property
+    def turns(self) -> int:
+        return -(-self.steps // self.block)
+
+
+@dataclass
 class Example:
     """One unit of work: a prompt, then either free generation or a given continuation that is scored.
 
@@ -37,6 +62,7 @@ class Example:
     stop_token_ids: end generation besides the model's own end tokens.
     min_new_tokens: end tokens cannot be chosen before this many tokens.
     sampling: if given, several answers are drawn; else there is one, and it is greedy.
+    timing: if given, nothing is answered: the time of a decode step is the result.
     fields: what the task wants stored in the row (data set, answers, prompt hash, ...); JSON types only.
     """
 
@@ -48,6 +74,7 @@ class Example:
     min_new_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     sampling: Sampling | None = None
+    timing: Timing | None = None
     fields: dict[str, Any] = field(default_factory=dict)
 
 
@@ -57,13 +84,15 @@ class Prediction:
 
     nll: negative log-likelihood (nats) of each target id when the example was teacher-forced, else None.
     samples: all answers of an example with `sampling`; the fields above are then those of the first.
+    measured: what an example with `timing` gave (fasa_bench.timing), else None.
     """
 
     token_ids: list[int]
     text: str
-    finish_reason: Literal["stop", "length", "forced"]
+    finish_reason: Literal["stop", "length", "forced", "timed"]
     nll: list[float] | None = None
     samples: list[Prediction] = field(default_factory=list)
+    measured: dict[str, Any] | None = None
 
 
 @dataclass

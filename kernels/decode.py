@@ -1,0 +1,92 @@
+"""FASA's attention for one decode step on the split cache: TIP, selection, attention over the chosen tokens.
+
+Four launches whose grids and buffers depend on the capacity, never on the number of tokens held, which the kernels read
+from the device: nothing waits for the host, and a step captured in a CUDA graph stays right while the cache grows (the
+caller advances `end` in place). Run a step once before the capture: the first use of a shape compiles and tunes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .attend import AttendScratch, attend, attend_reference
+from .select import SelectScratch, group_reference, select, select_reference
+from .tip import tip, tip_parts, tip_reference
+
+
+class Workspace:
+    """Buffers of `fasa_step`, one set for all layers of a model that run one after the other.
+
+    per_query_head: tokens are chosen for each query head (the paper's form), not for each KV head.
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        query_heads: int,
+        kv_heads: int,
+        head_dim: int,
+        capacity: int,
+        k: int,
+        device: torch.device,
+        per_query_head: bool = False,
+    ) -> None:
+        self.rows = query_heads if per_query_head else kv_heads
+        self.scores = torch.empty(batch, query_heads, capacity, device=device)
+        parts = tip_parts(batch, kv_heads, capacity, device)
+        self.peaks, self.sums = torch.empty(2, batch, query_heads, parts, device=device).unbind()
+        self.select = SelectScratch(batch, self.rows, capacity, k, device)
+        self.attend = AttendScratch.for_slots(batch, self.rows, k, query_heads, head_dim, device)
+
+    @property
+    def slots(self) -> Tensor:
+        """The tokens chosen at the last step: int32 [b, R, k]."""
+        return self.select.slots
+
+
+def fasa_step(
+    tip_query: Tensor,
+    query: Tensor,
+    lead: Tensor,
+    rest: Tensor,
+    values: Tensor,
+    first: Tensor,
+    end: Tensor,
+    scale: float,
+    workspace: Workspace,
+    sinks: int = 0,
+    recent: int = 0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The attention output [b, Hq, d] of one new token, whose own key and value are already in the cache.
+
+    Shapes as in `tip`, `select` and `attend`; the workspace says how many tokens are chosen, and for which heads.
+    """
+    scores, peaks, sums = tip(tip_query, lead, first, end, scale, (workspace.scores, workspace.peaks, workspace.sums))
+    k = workspace.slots.shape[2]
+    rows = None if workspace.rows == query.shape[1] else workspace.rows
+    slots = select(scores, peaks, sums, first, end, k, scale, sinks, recent, rows, workspace.select)
+    return attend(query, lead, rest, values, slots, scale, workspace.attend, out)
+
+
+def fasa_step_reference(
+    tip_query: Tensor,
+    query: Tensor,
+    lead: Tensor,
+    rest: Tensor,
+    values: Tensor,
+    first: Tensor,
+    end: Tensor,
+    scale: float,
+    k: int,
+    sinks: int = 0,
+    recent: int = 0,
+    per_query_head: bool = False,
+) -> Tensor:
+    """`fasa_step` in plain torch and float32."""
+    scores = tip_reference(tip_query, lead, first, end)
+    if not per_query_head:
+        scores = group_reference(scores, lead.shape[1], scale)
+    slots = select_reference(scores, k, first, end, sinks, recent)
+    return attend_reference(query, lead, rest, values, slots, scale)

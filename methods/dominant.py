@@ -1,0 +1,50 @@
+"""The key dimensions that FASA's token prediction reads, laid out for the split cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def dominant_dimensions(agreement: Tensor, units: Tensor, count: int, kv_heads: int, head_dim: int) -> list[Dominant]:
+    """For each layer, the dimensions of the `count` chunks with the highest agreement [layers, Hq, chunks].
+
+    units [chunks, s]: the dimensions of each chunk.
+    """
+    return [Dominant.of(mask, kv_heads) for mask in chunk_mask(agreement, units, count, head_dim)]
+
+
+class Dominant:
+    """What the TIP of one layer reads: the dimensions of its heads' chunks, mask [Hq, 1, d] with 1 on them.
+
+    order [H, d], lead: those that any query head of a KV head uses come first; as many in each KV head as the one with
+    the most needs. lead_mask [Hq, 1, lead]: the mask in that order. A dimension that a head does not use is 0 in its
+    query and adds exactly nothing, so that one product serves all heads. shared: every head uses all that lead.
+    """
+
+    def __init__(self, mask: Tensor, order: Tensor, lead: int) -> None:
+        self.mask, self.order, self.lead = mask, order, lead
+        heads = len(order)
+        ordered = mask.unflatten(0, (heads, -1)).gather(3, order[:, None, None].expand(-1, len(mask) // heads, -1, -1))
+        self.lead_mask = ordered.flatten(0, 1)[..., :lead]
+        self.shared = bool(self.lead_mask.all())
+
+    @classmethod
+    def of(cls, mask: Tensor, kv_heads: int) -> Dominant:
+        """mask [Hq, d]."""
+        used = mask.unflatten(0, (kv_heads, -1)).amax(1)
+        return cls(mask[:, None], used.argsort(dim=1, descending=True, stable=True), int(used.sum(1).max()))
+
+    def on(self, query: Tensor) -> Dominant:
+        """Itself, its masks in the type and on the device of a query."""
+        if self.mask.dtype != query.dtype or self.mask.device != query.device:
+            self.mask = self.mask.to(query.device, query.dtype)
+            self.lead_mask = self.lead_mask.to(query.device, query.dtype)
+        return self
+
+
+def chunk_mask(agreement: Tensor, units: Tensor, count: int, head_dim: int) -> Tensor:
+    """1 on the dimensions of the `count` chunks with the highest agreement: [layers, Hq, chunks] -> [layers, Hq, d]."""
+    best = agreement.topk(count, dim=-1).indices
+    dims = units[best].flatten(2)
+    return torch.zeros(*agreement.shape[:2], head_dim).scatter(2, dims, 1.0)

@@ -1,0 +1,205 @@
+"""Figures 3 and 7 of FASA's paper (arXiv 2602.03152) from stored timings, beside the paper's own points.
+
+Figure 3: what the prompt pass and decoding take, and how much faster a method decodes. Figure 7: memory and time of a
+decode step by context. Ours are of batch 1.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import yaml
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from fasa_bench.errors import UserError
+from fasa_bench.figures import COLOURS, GREY, MARKERS, STYLE
+from fasa_bench.latency_tables import Timed, Timings, short, speedup
+
+PAPER = Path(__file__).resolve().parents[2] / "results" / "paper"
+DECODED = 512  # tokens that Figure 3 counts, as the authors' script decodes
+DECODE, PROMPT = "#56B4E9", "#D55E00"
+SMALL: dict[str, Any] = {"fontsize": 6, "color": GREY}
+FULL, PLAIN = {"color": GREY, "marker": "o", "linestyle": "--"}, {"color": "black", "marker": "X", "linestyle": ":"}
+NAMES = {"fkv": "full KV", "fasa_c": "FASA-C", "fasa_m": "FASA-M"}
+
+
+def draw(found: Sequence[Timings], paper: Path = PAPER) -> dict[str, bytes]:
+    """{"figure3.pdf": bytes, ...}: both figures as PDF and PNG; the same runs give the same bytes.
+
+    Raises UserError if nothing was timed at batch 1, or the paper's values are not there.
+    """
+    found = [each for each in found if any(timed.batch == 1 for timed in each.of_one("method"))]
+    if not found:
+        raise UserError("no decode step of batch 1 has been timed yet: run task=latency")
+    files = {}
+    with mpl.rc_context(STYLE):
+        for name, make in {"figure3": figure3, "figure7": figure7}.items():
+            try:
+                values = yaml.safe_load((paper / f"{name}.yaml").read_text("utf-8"))
+            except OSError as error:
+                raise UserError(f"the paper's values cannot be read: {error.strerror} ({error.filename})") from error
+            drawn = make(found, values)
+            for kind, dated in {"pdf": "CreationDate", "png": "Software"}.items():
+                buffer = io.BytesIO()
+                drawn.savefig(buffer, format=kind, dpi=300, metadata={dated: None})
+                files[f"{name}.{kind}"] = buffer.getvalue()
+    return files
+
+
+def figure3(found: Sequence[Timings], paper: Mapping[str, Any]) -> Figure:
+    """Prompt pass and decoding, the paper's and ours, with full KV; then how much faster a method decodes."""
+    drawn = Figure(figsize=(7, 2.6), layout="constrained")
+    theirs, ours, faster = drawn.subplots(1, 3)
+    _bars(theirs, paper["contexts"], paper["prefill_s"], paper["decode_s"])
+    theirs.set_title("Paper: full KV (model, GPU,\ndecoded tokens not stated)")
+    full = _full(found)
+    passes = [timed.row["prefill_s"] for timed in full]
+    _bars(ours, [timed.context for timed in full], passes, [DECODED * timed.median_ms / 1e3 for timed in full])
+    ours.set_title(f"Ours: full KV,\n{DECODED} tokens decoded")
+    theirs.legend(loc="upper left", frameon=False, handlelength=1.2)
+    _speedups(faster, found)
+    notes = "percentages: share of the prompt pass (–: not timed); vertical lines: 95 % interval over turns"
+    drawn.supxlabel(f"{_where(found)}; {notes}", **SMALL)
+    return drawn
+
+
+def figure7(found: Sequence[Timings], paper: Mapping[str, Any]) -> Figure:
+    """Memory of the cache and time of a step by context: the paper's above, ours below."""
+    drawn = Figure(figsize=(7, 4.6), layout="constrained")
+    (their_memory, their_time), (memory, time) = drawn.subplots(2, 2)
+    _their_points(their_memory, paper["memory_GB"], paper["contexts"])
+    their_memory.set_title("Paper: device memory, GB (read off its figure, unsure)")
+    _their_points(their_time, paper["time_s"], paper["contexts"])
+    their_time.set_title("Paper: s per step (read off its figure, unsure)")
+    claim = paper["speedup_at_64K"]["value"]
+    their_time.annotate(
+        f"claimed at 64K: {claim} times;\nthese points give 1.4",
+        (0.97, 0.04),
+        xycoords="axes fraction",
+        ha="right",
+        va="bottom",
+        **SMALL,
+    )
+    full = _full(found)
+    for ax, value in ((memory, _device_mib), (time, lambda timed: timed.median_ms)):
+        _line(ax, full, [value(timed) for timed in full], label="full KV", **FULL)
+        for place, each in enumerate(_methods(found)):
+            own = each.of_one("method", batch=1)
+            _line(ax, own, [value(timed) for timed in own], label=each.name, **_look(place))
+        _context_axis(ax, [timed.context for timed in full])
+        ax.set_xlabel("cached tokens")
+        ax.set_yscale("log")
+        ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    memory.set_title("Ours: cache on the device, MiB")
+    time.set_title("Ours: ms per step")
+    plain = _longest(found, "plain")
+    if plain:
+        _line(time, plain, [timed.median_ms for timed in plain], label="transformers", **PLAIN)
+    memory.legend(frameon=False)
+    time.legend(frameon=False)
+    drawn.supxlabel(_where(found), **SMALL)
+    return drawn
+
+
+def _full(found: Sequence[Timings]) -> list[Timed]:
+    """Full KV at batch 1: of the run that timed it at most contexts, prompt passes counting first."""
+    return _longest(found, "full") or _longest(found, "method")
+
+
+def _longest(found: Sequence[Timings], who: str) -> list[Timed]:
+    series = [each.of_one(who, batch=1) for each in found]
+    return max(series, key=lambda one: (len(one), sum(timed.row["prefill_s"] is not None for timed in one)))
+
+
+def _methods(found: Sequence[Timings]) -> list[Timings]:
+    return sorted((each for each in found if each.run.summary.get("budget") is not None), key=lambda each: each.name)
+
+
+def _look(place: int) -> dict[str, Any]:
+    return {"color": COLOURS[place % len(COLOURS)], "marker": MARKERS[1 + place % (len(MARKERS) - 1)], "linestyle": "-"}
+
+
+def _bars(ax: Axes, contexts: Sequence[int], prompt: Sequence[float | None], decode: Sequence[float]) -> None:
+    """Stacked seconds; above each bar the share of the prompt pass, where it was timed."""
+    places = range(len(contexts))
+    known = [seconds or 0.0 for seconds in prompt]
+    ax.bar(places, decode, color=DECODE, width=0.7, label="decode")
+    ax.bar(places, known, bottom=decode, color=PROMPT, width=0.7, label="prompt pass")
+    for place, one, other in zip(places, prompt, decode, strict=True):
+        share = "–" if one is None else f"{one / (one + other):.0%}"
+        ax.annotate(share, (place, (one or 0.0) + other), (0, 1), textcoords="offset points", ha="center", **SMALL)
+    ax.set_xticks(places, [short(context) for context in contexts])
+    ax.margins(y=0.1)
+    ax.set_xlabel("prompt tokens")
+    ax.set_ylabel("seconds")
+
+
+def _speedups(ax: Axes, found: Sequence[Timings]) -> None:
+    ax.axhline(1, color=GREY, linewidth=0.9, linestyle="--")
+    contexts: set[int] = set()
+    for place, each in enumerate(_methods(found)):
+        own = [timed for timed in each.of_one("method", batch=1) if speedup(timed)]
+        entries = [speedup(timed) or {} for timed in own]
+        values = [float(entry["value"] or math.nan) for entry in entries]
+        _line(ax, own, values, label=each.name, **_look(place))
+        for timed, entry in zip(own, entries, strict=True):
+            if entry["ci_low"] is not None:
+                ax.vlines(timed.context, entry["ci_low"], entry["ci_high"] or math.nan, color=_look(place)["color"])
+        full = each.of_one("full", batch=1)
+        limits = [pair for pair in zip(own, full, strict=False) if pair[1].limit_ms]
+        ax.plot(
+            [timed.context for timed, _ in limits],
+            [(full.limit_ms or math.nan) / (timed.limit_ms or math.nan) for timed, full in limits],
+            color=_look(place)["color"],
+            linewidth=0.7,
+            linestyle=":",
+            label="limit by bytes read" if place == 0 else None,
+        )
+        contexts |= {timed.context for timed in own}
+    ax.plot([65536], [2.56], color="black", marker="*", markersize=7, linestyle="", label="paper, FASA-C, 64K")
+    _context_axis(ax, sorted(contexts | {65536}))
+    ax.set_ylim(bottom=0)
+    ax.set_title("Ours: a decode step,\ntimes as fast as full KV")
+    ax.set_xlabel("cached tokens")
+    ax.legend(loc="upper left", frameon=False)
+
+
+def _their_points(ax: Axes, series: Mapping[str, Any], contexts: Sequence[int]) -> None:
+    looks = {"fkv": FULL, "fasa_c": _look(0), "fasa_m": _look(1)}  # single points, hence no lines
+    for name, entry in series.items():
+        points = entry.get("points")
+        label = NAMES[name] if points else f"{NAMES[name]}: as {NAMES[entry['same_as']]}"
+        points = points or {}
+        look = {**looks[name], "linestyle": "", "markerfacecolor": "white"}
+        ax.plot(list(points), list(points.values()), label=label, **look)
+    _context_axis(ax, contexts)
+    ax.set_ylim(bottom=0)
+    ax.set_xlabel("cached tokens")
+    ax.legend(loc="upper left", frameon=False)
+
+
+def _device_mib(timed: Timed) -> float:
+    return float(timed.part["device_bytes"]) / 2**20
+
+
+def _line(ax: Axes, series: Sequence[Timed], values: Sequence[float], **look: Any) -> None:
+    ax.plot([timed.context for timed in series], list(values), **look)
+
+
+def _context_axis(ax: Axes, contexts: Sequence[int]) -> None:
+    ax.set_xscale("log", base=2)
+    ax.set_xlim(min(contexts) / 1.25, max(contexts) * 1.25)
+    ax.xaxis.set_major_locator(FixedLocator(list(contexts)))
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(int(value))))
+
+
+def _where(found: Sequence[Timings]) -> str:
+    return "ours: " + "; ".join(dict.fromkeys(each.where for each in found))
