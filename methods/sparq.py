@@ -86,7 +86,7 @@ class SparQ(Method):
         mean = mean.repeat_interleave(output.shape[2] // mean.shape[2], dim=2)
         return (alpha * output + (1 - alpha) * mean).to(output.dtype)
 
-    def decoded(self, layer: KVLayer, query: Tensor, weights: Tensor) -> None:
+    def decoded(self, layer: KVLayer, query: Tensor, weights: Tensor | None) -> None:
         if "value_sum" in layer.state:
             layer.state["value_sum"] = layer.state["value_sum"] + newest_values(layer, query.shape[2]).sum(2)
 

@@ -40,6 +40,7 @@ METHODS: dict[str, Callable[[], Method]] = {
     "fasa_c": lambda: FasaC("fasa_c"),
     "fasa_c_adjacent": lambda: FasaC("fasa_c", pairing="adjacent", n_tip=2),
     "fasa_plus": lambda: FasaC("fasa_plus", fc_granularity="kv_head", token_granularity="kv_head", recent=4, sinks=1),
+    "fasa_softmax": lambda: FasaC("fasa_plus", token_granularity="kv_head", share="softmax"),
     "fasa_c_single_dimensions": lambda: FasaC("fasa_c", pairing="single", n_tip=0.5),
     "snapkv": lambda: SnapKV("snapkv", window=3, kernel=3, interval=1),
     "snapkv_query_head": lambda: SnapKV("snapkv", window=3, kernel=3, interval=1, heads="query_head", pooling="avg"),
@@ -84,7 +85,10 @@ class FakeCalibration:
 
 
 def ready(name: str, network: LlamaForCausalLM) -> Method:
-    method = METHODS[name]()
+    return prepared(METHODS[name](), network)
+
+
+def prepared(method: Method, network: LlamaForCausalLM) -> Method:
     model = SimpleNamespace(config=network.config, rope=Rope.of(network))
     method.prepare(model, FakeCalibration())  # type: ignore[arg-type]
     return method

@@ -59,6 +59,7 @@ class Method:
     takes_budget: ClassVar[bool] = True
     uses_calibration: ClassVar[bool] = False
     speed: ClassVar[Literal["physical", "simulated"]] = "physical"  # simulated: reads as much as full KV does
+    uses_weights: ClassVar[bool] = False  # `decoded` needs the weights of attention
     ragged: ClassVar[bool] = False  # `select` may fill rows up with slots of -1
     padding: ClassVar[bool] = True  # works on batches of left-padded prompts of different lengths
     # field name -> how paper, authors' code and ours differ there; logged with every run
@@ -71,11 +72,6 @@ class Method:
     def parallel(self) -> bool:
         """What a step reads depends on its query and the tokens up to it only, and `reads` says it for many at once."""
         return False
-
-    @property
-    def uses_weights(self) -> bool:
-        """`decoded` does something."""
-        return type(self).decoded is not Method.decoded
 
     def observes(self) -> Observation:
         """What `prefill` wants to know of the prompt pass."""
@@ -103,12 +99,22 @@ class Method:
         """
         return visible
 
+    def step(self, layer: KVLayer, query: Tensor) -> tuple[Tensor, int] | None:
+        """Selection and attention in one, for a method with kernels of its own: `select` and `combine` are not asked.
+
+        Called where `select` would be. Output [b, 1, Hq, d] and the tokens that a head read; None to go the usual way.
+        """
+        return None
+
     def combine(self, layer: KVLayer, query: Tensor, output: Tensor) -> Tensor:
         """Change what attention over the selected tokens gave, [b, 1, Hq, d]; not called when everything was read."""
         return output
 
-    def decoded(self, layer: KVLayer, query: Tensor, weights: Tensor) -> None:
-        """After each step: update statistics, or evict. weights [b, Hq, m] over the tokens that were read."""
+    def decoded(self, layer: KVLayer, query: Tensor, weights: Tensor | None) -> None:
+        """After each step: update statistics, or evict.
+
+        weights [b, Hq, m] over the tokens that were read, for a method that `uses_weights`; else perhaps None.
+        """
 
 
 class TopTokens(Method):
