@@ -18,6 +18,7 @@ from fasa_bench.errors import UserError
 from fasa_bench.method import Method, group_softmax, top_slots
 from fasa_bench.methods.dominant import chunk_mask
 from fasa_bench.methods.fasa import FasaC
+from fasa_bench.methods.fasa_m import FasaM
 from fasa_bench.methods.full import FullKV
 from fasa_bench.methods.h2o import H2O
 from fasa_bench.methods.h2o_mask_sim import H2OMaskSim
@@ -42,6 +43,9 @@ METHODS: dict[str, Callable[[], Method]] = {
     "fasa_plus": lambda: FasaC("fasa_plus", fc_granularity="kv_head", token_granularity="kv_head", recent=4, sinks=1),
     "fasa_softmax": lambda: FasaC("fasa_plus", token_granularity="kv_head", share="softmax"),
     "fasa_c_single_dimensions": lambda: FasaC("fasa_c", pairing="single", n_tip=0.5),
+    "fasa_m": lambda: FasaM("fasa_m"),
+    "fasa_m_next_layer": lambda: FasaM("fasa_m", prefetch="next_layer"),
+    "fasa_m_kv_head": lambda: FasaM("fasa_m", fc_granularity="kv_head", token_granularity="kv_head", prefetch="none"),
     "snapkv": lambda: SnapKV("snapkv", window=3, kernel=3, interval=1),
     "snapkv_query_head": lambda: SnapKV("snapkv", window=3, kernel=3, interval=1, heads="query_head", pooling="avg"),
     "snapkv_max_logit": lambda: SnapKV("snapkv", window=3, kernel=3, interval=1, group="max_logit"),
