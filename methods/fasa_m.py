@@ -44,5 +44,7 @@ class FasaM(FasaC):
             after.prefetch()
 
     def _split(self, layer: KVLayer) -> None:
+        if layer.packing.bits < 16:
+            raise UserError.of("cache.bits", layer.packing.bits, f"must be 16: {self.name} offloads no packed rows")
         dominant = self._layers[layer.index]
         layer.split(dominant.order, dominant.lead, offload=self.prefetch)

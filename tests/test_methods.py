@@ -33,8 +33,9 @@ from fasa_bench.methods.sparq import SparQ
 from fasa_bench.methods.streamingllm import StreamingLLM
 from fasa_bench.methods.tova import Tova
 from fasa_bench.rope import Rope
-from fasa_bench.segments import Packing
+from fasa_bench.segments import Packing, Rows
 from fasa_bench.session import Session
+from fasa_bench.split import SplitRows
 
 METHODS: dict[str, Callable[[], Method]] = {
     "oracle": lambda: Oracle("oracle"),
@@ -217,7 +218,8 @@ def test_reported_bytes_are_those_held(name: str, network: LlamaForCausalLM, pro
             assert found
             for tensor in found:
                 held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        assert decoder.cache.device_bytes == sum(held.values())
+        assert decoder.cache.device_bytes + decoder.cache.host_bytes == sum(held.values())
+        assert (decoder.cache.host_bytes > 0) == name.startswith("fasa_m")
 
 
 @sparse
@@ -246,8 +248,7 @@ def test_the_unused_tail_of_a_buffer_is_never_read(name: str, network: LlamaForC
                 for token in prompt[33:]:
                     for layer in decoder.cache.layers:
                         assert layer._own is not None
-                        layer._own.buffer.keys[:, :, layer._own.tokens :] = poison
-                        layer._own.buffer.values[:, :, layer._own.tokens :] = poison
+                        fill_unused(layer._own, poison)
                     decoder.step(torch.tensor([[token]]))
                 return decoder.logits
 
@@ -281,9 +282,11 @@ def test_samples_of_one_prompt_equal_single_runs(name: str, network: LlamaForCau
                 alone.append(torch.stack([decoder.step(token.view(1, 1))[0] for token in row]))
         with prefilled.fork(method, 9, samples=3) as decoder:
             together = torch.stack([decoder.step(tokens[:, None]) for tokens in following.T], dim=1)
-            shared = decoder.cache.layers[0].segments[0]
+            layer = decoder.cache.layers[0]
+            shared = layer.segments[0]
             if shared.tokens == 33:  # nothing was evicted: the prompt is stored once
-                assert shared is prefilled.cache.layers[0].segments[0]
+                assert shared.batch == 1
+                assert layer.is_split or shared is prefilled.cache.layers[0].segments[0]
     torch.testing.assert_close(together, torch.stack(alone), atol=1e-5, rtol=1e-5)
 
 
@@ -357,16 +360,20 @@ def test_with_a_quantised_cache(name: str, bits: int, network: LlamaForCausalLM,
     """Combines with a method that keeps the whole cache; one that evicts while decoding is refused clearly."""
     method, packing = ready(name, network), Packing(bits=bits, group=4, residual=4)
     evicts = not isinstance(method, H2OMaskSim) and method.decoded.__func__ is not Method.decoded  # type: ignore[attr-defined]
-    evicts = evicts and not isinstance(method, SparQ)
+    evicts = evicts and not isinstance(method, SparQ | FasaM)
     with Session(network) as session:
         prefilled = session.prefill(prompt[:33], observe=method.observes())
         with prefilled.fork(method, 9) as decoder:
             plain = [decoder.step(torch.tensor([[token]]))[0] for token in prompt[33:]]
+        if evicts or name.startswith("fasa_m"):
+            reason = "evicts while decoding" if evicts else "offloads no packed rows"
+            with (
+                pytest.raises(UserError, match=rf"cache.bits=\d .* {reason}"),
+                prefilled.fork(method, 9, packing=packing) as decoder,
+            ):
+                decoder.force(prompt[33:])
+            return
         with prefilled.fork(method, 9, packing=packing) as decoder:
-            if evicts:
-                with pytest.raises(UserError, match=r"cache.bits=\d .* evicts while decoding"):
-                    decoder.force(prompt[33:])
-                return
             packed = [decoder.step(torch.tensor([[token]]))[0] for token in prompt[33:]]
             assert decoder.cache.layers[0].segments[0].tokens >= 28
     assert torch.isfinite(torch.stack(packed)).all()
@@ -384,6 +391,21 @@ def test_full_kv_in_eight_bits_is_close_to_full_kv(network: LlamaForCausalLM, pr
             errors.append((packed - full[1:]).abs().mean().item())
     assert errors[0] < 0.02
     assert errors[0] < errors[1] < errors[2]
+
+
+def fill_unused(rows: Rows | SplitRows, number: float) -> None:
+    """Write into all of a buffer that lies behind its rows."""
+    if isinstance(rows, Rows):
+        rows.buffer.keys[:, :, rows.tokens :] = number
+        rows.buffer.values[:, :, rows.tokens :] = number
+        return
+    lead, tail, start = rows.buffer.lead, rows.buffer.tail, rows.tokens
+    shape = (rows.batch, rows.heads, lead.capacity - start)
+    lead.write(start, torch.full((*shape, rows.split.lead), number))
+    keys, values = (
+        torch.empty(*shape[:2], rows.spare, rows.split.order.shape[1]).fill_(number).expand(2, -1, -1, -1, -1)
+    )
+    tail.write(start, keys[..., rows.split.lead :], values)
 
 
 def walk(thing: Any) -> list[Tensor]:

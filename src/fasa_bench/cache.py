@@ -37,7 +37,7 @@ class KVLayer:
         several samples share: replace them, never write into them.
     packing: how rows that are not recent will be stored, from `pack` on.
     read_bytes: keys and values read so far by `dot`, `mix` and `gather`, and what a method adds for its own index.
-    moved_bytes: of them, what went from the host's memory to the device or back, where rows are kept there.
+    moved_bytes: keys and values that went between the device and the host's memory, where rows are kept there.
     asked_rows, found_rows: rows that were wanted from there, and how many of them lay on the device already.
     after: the layer that computes next, the first one again after the last; a weak reference.
 
@@ -283,6 +283,8 @@ class KVLayer:
             group = held.heads // keys.shape[1]
             if group > 1:
                 keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
+        if self._split is not None and self._near is not None:
+            self.moved_bytes += keys.nbytes + values.nbytes - keys.nbytes * self._split.lead // keys.shape[3]
         if self._own is None:
             self._own = self._fresh(keys, values, rows, spare=reserve)
         else:

@@ -45,7 +45,8 @@ class Near:
     def fetch(self, slots: Tensor, pieces: Sequence[Piece]) -> Fetched:
         """Rows of slots [b, heads, m]. Those that ascend are found again at the next step, others are fetched anew."""
         device = slots.device
-        slots = slots.cpu()  # waits for the device: the choice is there then, and so are the newest rows on the host
+        # waits for the device: the choice is there then, and so are the newest rows on the host
+        slots = slots.cpu().contiguous()
         before = self.slots if self.rows is not None else None
         if before is None or before.shape[:2] != slots.shape[:2]:
             places, moved = _collect(slots, pieces, device)
