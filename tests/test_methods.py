@@ -33,7 +33,7 @@ from fasa_bench.methods.sparq import SparQ
 from fasa_bench.methods.streamingllm import StreamingLLM
 from fasa_bench.methods.tova import Tova
 from fasa_bench.rope import Rope
-from fasa_bench.segments import Packing, Rows
+from fasa_bench.segments import Packing
 from fasa_bench.session import Session
 from fasa_bench.split import SplitRows
 
@@ -237,6 +237,20 @@ def test_a_question_in_one_call_equals_token_by_token(name: str, network: LlamaF
     torch.testing.assert_close(together, single, atol=1e-5, rtol=1e-5)
 
 
+def fill_unused(layer: KVLayer, value: float) -> None:
+    own = layer._own
+    assert own is not None
+    if isinstance(own, SplitRows):
+        lead, tail = own.buffer.lead, own.buffer.tail
+        unused = torch.full((own.batch, own.heads, lead.capacity - own.tokens, own.split.lead), value)
+        lead.write(own.tokens, unused)
+        keys = torch.full((own.batch, own.heads, own.spare, own.split.order.shape[1]), value)
+        tail.write(own.tokens, keys[..., own.split.lead :], keys)
+    else:
+        own.buffer.keys[:, :, own.tokens :] = value
+        own.buffer.values[:, :, own.tokens :] = value
+
+
 @sparse
 def test_the_unused_tail_of_a_buffer_is_never_read(name: str, network: LlamaForCausalLM, prompt: list[int]) -> None:
     method = ready(name, network)
@@ -247,8 +261,7 @@ def test_the_unused_tail_of_a_buffer_is_never_read(name: str, network: LlamaForC
             with prefilled.fork(method, 9) as decoder:
                 for token in prompt[33:]:
                     for layer in decoder.cache.layers:
-                        assert layer._own is not None
-                        fill_unused(layer._own, poison)
+                        fill_unused(layer, poison)
                     decoder.step(torch.tensor([[token]]))
                 return decoder.logits
 
@@ -282,11 +295,11 @@ def test_samples_of_one_prompt_equal_single_runs(name: str, network: LlamaForCau
                 alone.append(torch.stack([decoder.step(token.view(1, 1))[0] for token in row]))
         with prefilled.fork(method, 9, samples=3) as decoder:
             together = torch.stack([decoder.step(tokens[:, None]) for tokens in following.T], dim=1)
-            layer = decoder.cache.layers[0]
-            shared = layer.segments[0]
-            if shared.tokens == 33:  # nothing was evicted: the prompt is stored once
-                assert shared.batch == 1
-                assert layer.is_split or shared is prefilled.cache.layers[0].segments[0]
+            shared = decoder.cache.layers[0].segments[0]
+            if isinstance(shared, SplitRows):  # a copy of the prompt, stored once
+                assert (shared.tokens, shared.batch) == (33, 1)
+            elif shared.tokens == 33:  # nothing was evicted: the prompt is stored once
+                assert shared is prefilled.cache.layers[0].segments[0]
     torch.testing.assert_close(together, torch.stack(alone), atol=1e-5, rtol=1e-5)
 
 
@@ -393,21 +406,6 @@ def test_full_kv_in_eight_bits_is_close_to_full_kv(network: LlamaForCausalLM, pr
     assert errors[0] < errors[1] < errors[2]
 
 
-def fill_unused(rows: Rows | SplitRows, number: float) -> None:
-    """Write into all of a buffer that lies behind its rows."""
-    if isinstance(rows, Rows):
-        rows.buffer.keys[:, :, rows.tokens :] = number
-        rows.buffer.values[:, :, rows.tokens :] = number
-        return
-    lead, tail, start = rows.buffer.lead, rows.buffer.tail, rows.tokens
-    shape = (rows.batch, rows.heads, lead.capacity - start)
-    lead.write(start, torch.full((*shape, rows.split.lead), number))
-    keys, values = (
-        torch.empty(*shape[:2], rows.spare, rows.split.order.shape[1]).fill_(number).expand(2, -1, -1, -1, -1)
-    )
-    tail.write(start, keys[..., rows.split.lead :], values)
-
-
 def walk(thing: Any) -> list[Tensor]:
     """Every tensor that can be reached from an object."""
     if isinstance(thing, Tensor):
@@ -477,11 +475,15 @@ def test_fasa_shares_chunks_in_a_kv_head(network: LlamaForCausalLM) -> None:
     model = SimpleNamespace(config=network.config, rope=Rope.of(network))
     shared = FasaC("fasa_plus", n_tip=3, fc_granularity="kv_head")
     shared.prepare(model, FakeCalibration())  # type: ignore[arg-type]
-    assert torch.equal(shared._mask[:, 0], shared._mask[:, 1])
-    assert not torch.equal(shared._mask[:, 1], shared._mask[:, 2])
+    masks = torch.stack([dominant.mask[:, 0] for dominant in shared._layers])  # [layers, Hq, d]
+    assert torch.equal(masks[:, 0], masks[:, 1])
+    assert not torch.equal(masks[:, 1], masks[:, 2])
     mean = FakeCalibration().agreement(model, "rope")[:, :2].mean(1)
     best = mean.topk(3, dim=-1).indices
-    assert shared._mask[0, 0].nonzero().flatten().tolist() == sorted([*best[0].tolist(), *(best[0] + 8).tolist()])
+    chosen = sorted([*best[0].tolist(), *(best[0] + 8).tolist()])
+    assert masks[0, 0].nonzero().flatten().tolist() == chosen
+    assert shared._layers[0].lead == 6
+    assert sorted(shared._layers[0].order[0, :6].tolist()) == chosen  # which lie in front
 
 
 def test_n_tip_over_the_number_of_chunks_is_refused(network: LlamaForCausalLM) -> None:
