@@ -51,7 +51,7 @@ class Kernels:
             ordered[..., : rows.split.lead] * dominant.lead_mask[:, 0],
             ordered,
             lead,
-            rest,
+            rest if rest.shape[-1] else None,  # a group may use all dimensions
             values,
             self._count(0, query),
             self._count(layer.length, query),

@@ -213,7 +213,7 @@ def highest(scores: Tensor, count: int) -> Tensor:
     the entries wanted, and on a CPU a maximum costs far less than a place among the best.
     """
     groups = scores.shape[-1] // GROUP
-    if scores.device.type != "cpu" or groups < 4 * count:
+    if scores.device.type != "cpu" or groups < 4 * max(count, 1):
         return scores.topk(count, dim=-1, sorted=False).indices
     whole = scores[..., : groups * GROUP].unflatten(-1, (GROUP, groups))  # a group: every so many-th entry
     group = whole.amax(-2).topk(count, dim=-1, sorted=False).indices
