@@ -62,6 +62,7 @@ class KVLayer:
         self._packed = False
         self._split: Split | None = None
         self._near: Near | None = None
+        self._parts: tuple[Tensor, tuple[Tensor, Tensor]] | None = None  # of the last query
         self._products: Tensor | None = None  # of the query of the step with the leading dimensions
 
     # what is cached ---------------------------------------------------------------------------------------------
@@ -162,7 +163,11 @@ class KVLayer:
 
     def query_parts(self, query: Tensor) -> tuple[Tensor, ...]:
         """A query [b, Hq, q, d] in the parts in which keys are stored: one, or leading and other dimensions apart."""
-        return (query,) if self._split is None else self._split.parts(query)
+        if self._split is None:
+            return (query,)
+        if self._parts is None or self._parts[0] is not query:  # asked for twice in a step
+            self._parts = query, self._split.parts(query)
+        return self._parts[1]
 
     def read_split(self, chosen: int) -> SplitRows | None:
         """The rows of a split layer, for a kernel; None if they lie in several pieces or hold padding.

@@ -6,6 +6,7 @@ in the same way gives the same products. Shapes as in fasa_bench.cache; r leadin
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -204,5 +205,11 @@ def at(products: Tensor, slots: Tensor) -> Tensor:
     """The products of some tokens, without `in_one`: [B, b, Hq, 1, C], slots [b, heads, m] -> [b, Hq, 1, m]."""
     _, batch, heads, _, block = products.shape
     slots = slots.repeat_interleave(heads // slots.shape[1], dim=1)
-    row = torch.arange(batch * heads, device=slots.device).view(batch, heads, 1) * block
+    row = _first_of_heads(batch, heads, block, slots.device)
     return products.take((slots // block) * (batch * heads * block) + slots % block + row)[:, :, None]
+
+
+@functools.lru_cache(maxsize=64)
+def _first_of_heads(batch: int, heads: int, block: int, device: torch.device) -> Tensor:
+    """Where in a block the products of each query head begin: [b, Hq, 1]."""
+    return torch.arange(batch * heads, device=device).view(batch, heads, 1) * block
