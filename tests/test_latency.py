@@ -30,6 +30,7 @@ from fasa_bench.methods.h2o import H2O
 from fasa_bench.methods.oracle import Oracle
 from fasa_bench.methods.rkv import RKV
 from fasa_bench.methods.snapkv import SnapKV
+from fasa_bench.paper import load
 from fasa_bench.plain import Plain
 from fasa_bench.report import main
 from fasa_bench.roofline import bandwidth, free_bytes
@@ -368,18 +369,21 @@ def test_the_table_has_times_ratios_limits_and_stages(stored: Timings) -> None:
 
 
 def test_figures_show_the_measured_points_beside_the_papers(stored: Timings) -> None:
-    import yaml
-
-    paper = {name: yaml.safe_load((ROOT / f"results/paper/{name}.yaml").read_text()) for name in ("figure3", "figure7")}
-    theirs, ours, faster = figure3([stored], paper["figure3"]).axes
-    assert [bar.get_height() for bar in theirs.containers[0]] == paper["figure3"]["decode_s"]  # type: ignore[attr-defined]
+    paper = load()
+    theirs, ours, faster = figure3([stored], paper).axes
+    assert [bar.get_height() for bar in theirs.containers[0]] == [8.2, 8.3, 9.0, 10.3, 13.3, 20.4]  # type: ignore[attr-defined]
     assert [bar.get_height() for bar in ours.containers[0]] == pytest.approx([512 * 0.011, 512 * 0.0275])  # type: ignore[attr-defined]
     assert [bar.get_height() for bar in ours.containers[1]] == [5.5, 0]  # type: ignore[attr-defined]
     lines = {line.get_label(): line.get_xydata().tolist() for line in faster.get_lines()}  # type: ignore[union-attr]
     assert lines["fasa_x 256"] == [[8192, pytest.approx(1.024, abs=1e-3)], [65536, pytest.approx(2.526, abs=1e-3)]]
     assert lines["limit by bytes read"] == [[8192, 2.5], [65536, 2.5]]  # 500 MiB by 200
     assert lines["paper, FASA-C, 64K"] == [[65536, 2.56]]
-    memory, time_axes = figure7([stored], paper["figure7"]).axes[2:]
+    their_memory, their_time, memory, time_axes = figure7([stored], paper).axes
+    lines = {line.get_label(): line.get_xydata().tolist() for line in their_memory.get_lines()}  # type: ignore[union-attr]
+    assert lines == {"full KV": [[65536, 75]], "FASA-C: as full KV": [], "FASA-M": [[65536, 10]]}
+    lines = {line.get_label(): line.get_xydata().tolist() for line in their_time.get_lines()}  # type: ignore[union-attr]
+    assert lines["full KV"] == [[1024, 0.02], [65536, 0.14]]
+    assert their_time.texts[0].get_text() == "claimed at 64K: 2.56 times;\nthese points give 1.4"
     lines = {line.get_label(): line.get_xydata().tolist() for line in memory.get_lines()}  # type: ignore[union-attr]
     assert lines == {"full KV": [[8192, 400], [65536, 400]], "fasa_x 256": [[8192, 50], [65536, 50]]}
     lines = {line.get_label(): line.get_xydata().tolist() for line in time_axes.get_lines()}  # type: ignore[union-attr]

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
-import yaml
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
@@ -21,8 +20,9 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from fasa_bench.errors import UserError
 from fasa_bench.figures import COLOURS, GREY, MARKERS, STYLE
 from fasa_bench.latency_tables import Timed, Timings, short, speedup
+from fasa_bench.paper import PAPER, Place, load_file
 
-PAPER = Path(__file__).resolve().parents[2] / "results" / "paper"
+CONTEXTS = [1024 * 2**power for power in range(7)]  # of the paper's Figure 7
 DECODED = 512  # tokens that Figure 3 counts, as the authors' script decodes
 DECODE, PROMPT = "#56B4E9", "#D55E00"
 SMALL: dict[str, Any] = {"fontsize": 6, "color": GREY}
@@ -38,13 +38,11 @@ def draw(found: Sequence[Timings], paper: Path = PAPER) -> dict[str, bytes]:
     found = [each for each in found if any(timed.batch == 1 for timed in each.of_one("method"))]
     if not found:
         raise UserError("no decode step of batch 1 has been timed yet: run task=latency")
+    makers = {"figure3": figure3, "figure7": figure7}
+    values = {name: load_file(paper / f"{name}.yaml") for name in makers}
     files = {}
     with mpl.rc_context(STYLE):
-        for name, make in {"figure3": figure3, "figure7": figure7}.items():
-            try:
-                values = yaml.safe_load((paper / f"{name}.yaml").read_text("utf-8"))
-            except OSError as error:
-                raise UserError(f"the paper's values cannot be read: {error.strerror} ({error.filename})") from error
+        for name, make in makers.items():
             drawn = make(found, values)
             for kind, dated in {"pdf": "CreationDate", "png": "Software"}.items():
                 buffer = io.BytesIO()
@@ -53,34 +51,38 @@ def draw(found: Sequence[Timings], paper: Path = PAPER) -> dict[str, bytes]:
     return files
 
 
-def figure3(found: Sequence[Timings], paper: Mapping[str, Any]) -> Figure:
+def figure3(found: Sequence[Timings], paper: Mapping[str, Place]) -> Figure:
     """Prompt pass and decoding, the paper's and ours, with full KV; then how much faster a method decodes."""
     drawn = Figure(figsize=(7, 2.6), layout="constrained")
     theirs, ours, faster = drawn.subplots(1, 3)
-    _bars(theirs, paper["contexts"], paper["prefill_s"], paper["decode_s"])
+    bars = paper["figure3"]
+    contexts = [value.get("context") for value in bars.find(metric="decode_s")]
+    _bars(theirs, contexts, bars.series(metric="prefill_s"), bars.series(metric="decode_s"))
     theirs.set_title("Paper: full KV (model, GPU,\ndecoded tokens not stated)")
     full = _full(found)
     passes = [timed.row["prefill_s"] for timed in full]
     _bars(ours, [timed.context for timed in full], passes, [DECODED * timed.median_ms / 1e3 for timed in full])
     ours.set_title(f"Ours: full KV,\n{DECODED} tokens decoded")
     theirs.legend(loc="upper left", frameon=False, handlelength=1.2)
-    _speedups(faster, found)
+    _speedups(faster, found, paper["figure7"].number(metric="speedup", context=65536))
     notes = "percentages: share of the prompt pass (–: not timed); vertical lines: 95 % interval over turns"
     drawn.supxlabel(f"{_where(found)}; {notes}", **SMALL)
     return drawn
 
 
-def figure7(found: Sequence[Timings], paper: Mapping[str, Any]) -> Figure:
+def figure7(found: Sequence[Timings], paper: Mapping[str, Place]) -> Figure:
     """Memory of the cache and time of a step by context: the paper's above, ours below."""
     drawn = Figure(figsize=(7, 4.6), layout="constrained")
     (their_memory, their_time), (memory, time) = drawn.subplots(2, 2)
-    _their_points(their_memory, paper["memory_GB"], paper["contexts"])
+    points = paper["figure7"]
+    _their_points(their_memory, points, "memory")
     their_memory.set_title("Paper: device memory, GB (read off its figure, unsure)")
-    _their_points(their_time, paper["time_s"], paper["contexts"])
+    _their_points(their_time, points, "step_s")
     their_time.set_title("Paper: s per step (read off its figure, unsure)")
-    claim = paper["speedup_at_64K"]["value"]
+    claim = points.number(metric="speedup", context=65536)
+    full_s, sparse_s = (points.number(metric="step_s", method=name, context=65536) for name in ("fkv", "fasa_c"))
     their_time.annotate(
-        f"claimed at 64K: {claim} times;\nthese points give 1.4",
+        f"claimed at 64K: {claim} times;\nthese points give {full_s / sparse_s:.1f}",
         (0.97, 0.04),
         xycoords="axes fraction",
         ha="right",
@@ -141,7 +143,7 @@ def _bars(ax: Axes, contexts: Sequence[int], prompt: Sequence[float | None], dec
     ax.set_ylabel("seconds")
 
 
-def _speedups(ax: Axes, found: Sequence[Timings]) -> None:
+def _speedups(ax: Axes, found: Sequence[Timings], claimed: float) -> None:
     ax.axhline(1, color=GREY, linewidth=0.9, linestyle="--")
     contexts: set[int] = set()
     for place, each in enumerate(_methods(found)):
@@ -163,7 +165,7 @@ def _speedups(ax: Axes, found: Sequence[Timings]) -> None:
             label="limit by bytes read" if place == 0 else None,
         )
         contexts |= {timed.context for timed in own}
-    ax.plot([65536], [2.56], color="black", marker="*", markersize=7, linestyle="", label="paper, FASA-C, 64K")
+    ax.plot([65536], [claimed], color="black", marker="*", markersize=7, linestyle="", label="paper, FASA-C, 64K")
     _context_axis(ax, sorted(contexts | {65536}))
     ax.set_ylim(bottom=0)
     ax.set_title("Ours: a decode step,\ntimes as fast as full KV")
@@ -171,15 +173,17 @@ def _speedups(ax: Axes, found: Sequence[Timings]) -> None:
     ax.legend(loc="upper left", frameon=False)
 
 
-def _their_points(ax: Axes, series: Mapping[str, Any], contexts: Sequence[int]) -> None:
+def _their_points(ax: Axes, paper: Place, metric: str) -> None:
     looks = {"fkv": FULL, "fasa_c": _look(0), "fasa_m": _look(1)}  # single points, hence no lines
-    for name, entry in series.items():
-        points = entry.get("points")
-        label = NAMES[name] if points else f"{NAMES[name]}: as {NAMES[entry['same_as']]}"
-        points = points or {}
-        look = {**looks[name], "linestyle": "", "markerfacecolor": "white"}
-        ax.plot(list(points), list(points.values()), label=label, **look)
-    _context_axis(ax, contexts)
+    drawn: dict[str, dict[int, float]] = {}
+    for name, look in looks.items():
+        given = paper.find(metric=metric, method=name)
+        points = {value.get("context"): value.value for value in given if value.value is not None}
+        same = next((NAMES[other] for other, theirs in drawn.items() if theirs == points), None)
+        drawn[name] = points
+        label, shown = (f"{NAMES[name]}: as {same}", {}) if same else (NAMES[name], points)
+        ax.plot(list(shown), list(shown.values()), label=label, **{**look, "linestyle": "", "markerfacecolor": "white"})
+    _context_axis(ax, CONTEXTS)
     ax.set_ylim(bottom=0)
     ax.set_xlabel("cached tokens")
     ax.legend(loc="upper left", frameon=False)

@@ -1,9 +1,10 @@
 """What FASA's paper (arXiv 2602.03152v3) reports: results/paper/*.yaml, one file a table or figure, as typed values.
 
-A file has a title and `blocks`, grids of numbers: `values` maps each row's name to its cells, one for each of `columns`;
-`rows` and the key of `columns` say what the names are (method, dataset, budget, ...), `where` what holds for the whole
-block. Names are those of this project's runs; `printed` gives the paper's. A block inherits what it does not say from
-the top of its file. A cell is a number, null (not given), or {low, high} where only a range was read off a drawing.
+A file has a title and `blocks`, grids of numbers: `values` maps each row's name to its cells, one for each of
+`columns`; `rows` and the key of `columns` say what the names are (method, dataset, budget, ...), `where` what holds for
+the whole block. Names are those of this project's runs; `printed` gives the paper's. A block inherits what it does not
+say from the top of its file. A cell is a number, null (not given), or {low, high} where only a range was read off a
+drawing.
 
 confidence: exact = printed digits; approx = read off a drawing, or the row that printed digits belong to was inferred;
 conflicting = sources disagree. `panels` describes drawings without numbers, `claims` the numbers in the paper's text.
@@ -13,6 +14,7 @@ python -m fasa_bench.paper prints where the paper contradicts itself (see paper_
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -54,7 +56,12 @@ def _name(value: Any) -> Any:
 def _cell(value: Any) -> Any:
     if value is None or (_is_number(value) and value == value):
         return value
-    if isinstance(value, Mapping) and value and value.keys() <= {"low", "high"} and all(map(_is_number, value.values())):
+    if (
+        isinstance(value, Mapping)
+        and value
+        and value.keys() <= {"low", "high"}
+        and all(map(_is_number, value.values()))
+    ):
         return Range(**value)
     raise ValueError("must be a number, null, or a range such as {low: 10, high: 10.5}")
 
@@ -219,6 +226,7 @@ def _values(key: str, place: str, file: _File, block: _Block) -> list[Value]:
         raise UserError(f"{key}.rows is missing: say what the rows are, in the block or at the top of the file")
     if own["unit"] is None:
         raise UserError(f"{key}.unit is missing: say it in the block or at the top of the file")
+    label = re.sub(r"(\D+)(\d+)", r"\1 \2", place).capitalize()  # table2: "Table 2"
     result = []
     for row, cells in block.values.items():
         if len(cells) != len(names):
@@ -233,9 +241,8 @@ def _values(key: str, place: str, file: _File, block: _Block) -> list[Value]:
             metric = told.pop("metric", None) or own["metric"] or told.get("dataset")
             if metric is None:
                 raise UserError(f"{key}.metric is missing: only values of a data set are named after it")
-            parts = [*block.where.values(), row, *([] if name is None else [name])]
-            kind, number = place.rstrip("0123456789"), place.lstrip("abcdefghijklmnopqrstuvwxyz")
-            printed = ", ".join(file.printed.get(part, str(part)) for part in parts)
+            parts = [*block.where.items(), (own["rows"], row), *([(column, name)] if column else [])]
+            printed = ", ".join(_printed(file, str(dimension), part) for dimension, part in parts)
             result.append(
                 Value(
                     metric=str(metric),
@@ -243,15 +250,20 @@ def _values(key: str, place: str, file: _File, block: _Block) -> list[Value]:
                     value=None if isinstance(cell, Range) else cell,
                     low=cell.low if isinstance(cell, Range) else cell,
                     high=cell.high if isinstance(cell, Range) else cell,
-                    source=f"{kind.capitalize()} {number}: {printed}",
+                    source=f"{label}: {printed}",
                     how=own["how"],
                     confidence=own["row_confidence"].get(row, own["confidence"]),
-                    **{run_key: told.pop(run_key, None) for run_key in RUN_KEYS},  # type: ignore[arg-type]
+                    **{run_key: told.pop(run_key, None) for run_key in RUN_KEYS},
                     keys=told,
                     caveats=(*file.caveats, *block.caveats),
                 )
             )
     return result
+
+
+def _printed(file: _File, dimension: str, name: str | int | float) -> str:
+    """As the paper calls it; a bare number with its dimension."""
+    return file.printed.get(name) or (f"{dimension} {name}" if _is_number(name) else str(name))
 
 
 def _check_names(key: str, told: Mapping[str, Any]) -> None:
