@@ -42,7 +42,16 @@ def test_kernels_need_torch_and_triton_only() -> None:
 
 
 def test_reports_never_load_a_model() -> None:
-    for name in ("report", "tables", "figures", "latency_tables", "latency_figures"):
+    for name in (
+        "report",
+        "tables",
+        "figures",
+        "latency_tables",
+        "latency_figures",
+        "paper",
+        "paper_checks",
+        "paper_claims",
+    ):
         assert not {"torch", "transformers", "fasa_bench.models"} & imports(ROOT / "src" / "fasa_bench" / f"{name}.py")
 
 
