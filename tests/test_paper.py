@@ -135,7 +135,7 @@ def test_every_cell_of_every_table_is_there_under_its_keys(paper: dict[str, Plac
 
 
 def numbers(tree: Any) -> Iterator[float]:
-    """All numbers in a tree, without sign; of texts only in those that stand for a value, such as "10.0-10.5" or "~0.02 / ~0.14"."""
+    """All numbers in a tree, without sign; of texts only where they stand for a value, as in "10.0-10.5" or "~0.02"."""
     if isinstance(tree, dict):
         for key, value in tree.items():
             if key not in COUNTED:

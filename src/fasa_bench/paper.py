@@ -18,6 +18,7 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -269,11 +270,15 @@ def _printed(file: _File, dimension: str, name: str | int | float) -> str:
 def _check_names(key: str, told: Mapping[str, Any]) -> None:
     """Models, methods and tasks are those of conf/, so that runs of them can be found; budgets are numbers."""
     for group in ("model", "method", "task"):
-        known = sorted(path.stem for path in (ROOT / "conf" / group).glob("[!_]*.yaml"))
-        if group in told and told[group] not in known:
-            raise UserError.of(f"{key}: {group}", told[group], f"must be one of {', '.join(known)}")
+        if group in told and told[group] not in _configs(group):
+            raise UserError.of(f"{key}: {group}", told[group], f"must be one of {', '.join(_configs(group))}")
     if "budget" in told and not (_is_number(told["budget"]) and told["budget"] > 0):
         raise UserError.of(f"{key}: budget", told["budget"], "must be a number of tokens, or a ratio")
+
+
+@cache
+def _configs(group: str) -> list[str]:
+    return sorted(path.stem for path in (ROOT / "conf" / group).glob("[!_]*.yaml"))
 
 
 if __name__ == "__main__":
