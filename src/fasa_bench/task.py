@@ -77,6 +77,13 @@ class Example:
     timing: Timing | None = None
     fields: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def room(self) -> int:
+        """Tokens to reserve behind the prompt; none for drawn answers, most of which end far below their limit."""
+        if self.sampling:
+            return 0
+        return len(self.target_ids) if self.target_ids is not None else self.max_new_tokens
+
 
 @dataclass
 class Prediction:
