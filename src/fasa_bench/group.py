@@ -266,9 +266,10 @@ def is_complete(folder: Path) -> bool:
     """Whether all of a run is there, and whole."""
     try:
         run = load_run(folder)
-        return run.summary.get("status") == "complete" and run.summary.get("examples") == len(run.rows)
     except (OSError, ValueError):
         return False
+    whole = run_id(run.config.get("identity") or {}) == folder.name  # its last entry: the file was not cut
+    return whole and run.summary.get("status") == "complete" and run.summary.get("examples") == len(run.rows)
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -287,8 +287,9 @@ def load_run(folder: str | Path) -> Run:
     path = folder / "predictions.jsonl"
     rows, _, _ = _scan(path.read_bytes() if path.exists() else b"")
     whole, failed = [row for row in rows if "error" not in row], [row for row in rows if "error" in row]
-    summary, env = _read_json(folder / "summary.json"), _read_json(folder / "env.json")
-    return Run(folder, config or {}, summary, whole, env, failed)
+    summary = _read_json(folder / "summary.json")
+    env = _read_json(folder / "env.json") or summary.get("env") or {}
+    return Run(folder, config if isinstance(config, dict) else {}, summary, whole, env, failed)
 
 
 def find_runs(results_dir: str | Path) -> list[Run]:

@@ -1,19 +1,14 @@
 """Hydra's launcher for `-m`: jobs that share model and task run together, here or through another launcher.
 
-In this package, because Hydra takes launchers from nowhere else.
+In this package, because Hydra takes launchers from nowhere else. Every Hydra program that finds this package
+imports it, and not as other modules are: no dataclasses, and nothing that takes long to load.
 """
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus, run_job, setup_globals
 from hydra.plugins.launcher import Launcher
@@ -69,6 +64,7 @@ class Together(Launcher):
         self, jobs: Sequence[tuple[str, DictConfig]], job_overrides: Sequence[Sequence[str]], first: int
     ) -> None:
         from fasa_bench import cli
+        from fasa_bench.worker import Work
 
         groups: dict[str, list[int]] = {}
         for index, (_, cfg) in enumerate(jobs):
@@ -87,31 +83,3 @@ class Together(Launcher):
                 ends = [cli.End(jobs[index][0], None, message) for index in members]
             for end in ends:
                 cli.tell(end)
-
-
-@dataclass
-class Work:
-    """What another launcher calls in a worker: runs the group of jobs that belongs to the number of Hydra's job."""
-
-    groups: Sequence[Sequence[tuple[str, DictConfig]]]
-    first: int
-    one_device_each: bool
-
-    def __call__(self, cfg: DictConfig) -> Any:
-        from fasa_bench import cli
-
-        cli.set_up()
-        if self.one_device_each:
-            take_device()
-        return cli.run_jobs(self.groups[HydraConfig.get().job.num - self.first], quiet=True)
-
-
-def take_device() -> None:
-    """Let this worker process see one accelerator only: the n-th worker the n-th, and again from the first on."""
-    import torch
-
-    number = re.search(r"\d+$", multiprocessing.current_process().name)
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    devices = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
-    if number and len(devices) > 1:  # a worker that comes again has one left
-        os.environ["CUDA_VISIBLE_DEVICES"] = devices[(int(number[0]) - 1) % len(devices)]
