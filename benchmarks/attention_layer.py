@@ -89,6 +89,8 @@ class Step:
         self.layer.budget = shape.budget
         if split:
             self.method.prefill(self.layer, None)
+        else:
+            self.method.step = lambda layer, query: None  # type: ignore[method-assign]  # which would split it
         self.state = Reading(Cache([self.layer]), self.method)
         self.module = SimpleNamespace(layer_idx=0)
 

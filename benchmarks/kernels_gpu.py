@@ -139,11 +139,11 @@ def check_shape(shape: tuple[int, ...], dtype: torch.dtype, config: int) -> dict
 
     def check_step() -> float:
         worst = 0.0
-        for per_query_head in (False, True):
-            work = decode.Workspace(b, heads * group, heads, dim, cap, k, DEVICE, per_query_head)
+        for share in ("none", "max", "softmax"):
+            work = decode.Workspace(b, heads * group, heads, dim, cap, k, DEVICE, share)
             tensors = (tip_query, query, lead, rest, values, first, end, scale)
             out = decode.fasa_step(*tensors, work, SINKS, RECENT)
-            wanted = decode.fasa_step_reference(*tensors, k, SINKS, RECENT, per_query_head)
+            wanted = decode.fasa_step_reference(*tensors, k, SINKS, RECENT, share)
             worst = max(worst, error(out, wanted))
             slots = work.slots.clone()
             for _ in range(30):  # what differs from run to run is a race
@@ -316,10 +316,11 @@ def time_case(b: int, n: int, bandwidth: float) -> dict[str, Any]:
 
     fasa: dict[str, Any] = {}
     dense_bytes = 2 * 2 * b * HEADS * n * DIM
-    for form, rows in {"kv_head": HEADS, "query_head": HEADS * GROUP}.items():
-        work = decode.Workspace(b, HEADS * GROUP, HEADS, DIM, n, K, DEVICE, per_query_head=form == "query_head")
-        stats = (work.scores, work.peaks, work.sums)
-        per_kv = HEADS if form == "kv_head" else None
+    shares = {"kv_head": "max", "kv_softmax": "softmax", "query_head": "none"}
+    for form, share in shares.items():
+        work = decode.Workspace(b, HEADS * GROUP, HEADS, DIM, n, K, DEVICE, share)
+        rows, stats = work.rows, (work.scores, work.peaks, work.sums)
+        per_kv = HEADS if share == "softmax" else None
         found: dict[str, Any] = {}
 
         def step(i: int, work: Any = work) -> Tensor:
@@ -330,7 +331,9 @@ def time_case(b: int, n: int, bandwidth: float) -> dict[str, Any]:
         attempt(
             found,
             "tip",
-            lambda i, stats=stats: tip.tip(query[i][..., :LEAD], lead[i], first, end, SCALE, stats),
+            lambda i, stats=stats, best=share == "max": tip.tip(
+                query[i][..., :LEAD], lead[i], first, end, SCALE, stats, best
+            ),
             layers,
         )
         attempt(
@@ -355,7 +358,9 @@ def time_case(b: int, n: int, bandwidth: float) -> dict[str, Any]:
                 lambda i, k=key, v=value: append.append(k, v, order, lead[i], rest[i], values[i], last),
                 layers,
             )
-        else:  # the slowest case of the selection: all values equal, which is settled by one program for each row
+        elif (
+            form == "query_head"
+        ):  # the slowest case of the selection: all values equal, which is settled by one program for each row
             work.scores.fill_(1.0)
             work.peaks.fill_(1.0)
             attempt(

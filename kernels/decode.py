@@ -7,6 +7,8 @@ caller advances `end` in place). Run a step once before the capture: the first u
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -14,11 +16,14 @@ from .attend import AttendScratch, attend, attend_reference
 from .select import SelectScratch, group_reference, select, select_reference
 from .tip import tip, tip_parts, tip_reference
 
+Share = Literal["none", "max", "softmax"]
+
 
 class Workspace:
     """Buffers of `fasa_step`, one set for all layers of a model that run one after the other.
 
-    per_query_head: tokens are chosen for each query head (the paper's form), not for each KV head.
+    share: who reads the same tokens, and by which score: "none" chooses for each query head (the paper's form), "max"
+    for each KV head by the highest score of its query heads, "softmax" by the mean of their softmax.
     """
 
     def __init__(
@@ -30,12 +35,14 @@ class Workspace:
         capacity: int,
         k: int,
         device: torch.device,
-        per_query_head: bool = False,
+        share: Share = "none",
     ) -> None:
-        self.rows = query_heads if per_query_head else kv_heads
-        self.scores = torch.empty(batch, query_heads, capacity, device=device)
+        self.share = share
+        self.rows = query_heads if share == "none" else kv_heads
+        scored = kv_heads if share == "max" else query_heads
+        self.scores = torch.empty(batch, scored, capacity, device=device)
         parts = tip_parts(batch, kv_heads, capacity, device)
-        self.peaks, self.sums = torch.empty(2, batch, query_heads, parts, device=device).unbind()
+        self.peaks, self.sums = torch.empty(2, batch, scored, parts, device=device).unbind()
         self.select = SelectScratch(batch, self.rows, capacity, k, device)
         self.attend = AttendScratch.for_slots(batch, self.rows, k, query_heads, head_dim, device)
 
@@ -49,7 +56,7 @@ def fasa_step(
     tip_query: Tensor,
     query: Tensor,
     lead: Tensor,
-    rest: Tensor,
+    rest: Tensor | None,
     values: Tensor,
     first: Tensor,
     end: Tensor,
@@ -63,9 +70,10 @@ def fasa_step(
 
     Shapes as in `tip`, `select` and `attend`; the workspace says how many tokens are chosen, and for which heads.
     """
-    scores, peaks, sums = tip(tip_query, lead, first, end, scale, (workspace.scores, workspace.peaks, workspace.sums))
+    buffers = workspace.scores, workspace.peaks, workspace.sums
+    scores, peaks, sums = tip(tip_query, lead, first, end, scale, buffers, best=workspace.share == "max")
     k = workspace.slots.shape[2]
-    rows = None if workspace.rows == query.shape[1] else workspace.rows
+    rows = workspace.rows if workspace.share == "softmax" else None  # the scores are one row for each choice already
     slots = select(scores, peaks, sums, first, end, k, scale, sinks, recent, rows, workspace.select)
     return attend(query, lead, rest, values, slots, scale, workspace.attend, out)
 
@@ -74,7 +82,7 @@ def fasa_step_reference(
     tip_query: Tensor,
     query: Tensor,
     lead: Tensor,
-    rest: Tensor,
+    rest: Tensor | None,
     values: Tensor,
     first: Tensor,
     end: Tensor,
@@ -82,11 +90,11 @@ def fasa_step_reference(
     k: int,
     sinks: int = 0,
     recent: int = 0,
-    per_query_head: bool = False,
+    share: Share = "none",
 ) -> Tensor:
     """`fasa_step` in plain torch and float32."""
-    scores = tip_reference(tip_query, lead, first, end)
-    if not per_query_head:
+    scores = tip_reference(tip_query, lead, first, end, best=share == "max")
+    if share == "softmax":
         scores = group_reference(scores, lead.shape[1], scale)
     slots = select_reference(scores, k, first, end, sinks, recent)
     return attend_reference(query, lead, rest, values, slots, scale)

@@ -20,11 +20,15 @@ with suppress(ImportError):
 LOG2E = 1.4426950408889634  # exp(x) = 2 ** (x * LOG2E), and the device has an instruction for powers of two
 
 
-def tip_reference(tip_query: Tensor, lead: Tensor, first: Tensor, end: Tensor) -> Tensor:
-    """Scores of all cached tokens: [b, Hq, r] and [b, H, cap, r] -> float32 [b, Hq, cap]; -inf outside [first, end)."""
+def tip_reference(tip_query: Tensor, lead: Tensor, first: Tensor, end: Tensor, best: bool = False) -> Tensor:
+    """Scores of all cached tokens: [b, Hq, r] and [b, H, cap, r] -> float32 [b, Hq, cap]; -inf outside [first, end).
+
+    best: the highest of each KV head's query heads only, [b, H, cap].
+    """
     heads, capacity = lead.shape[1:3]
     query = tip_query.float().unflatten(1, (heads, -1))  # [b, H, G, r]
-    scores = (query @ lead.float().transpose(2, 3)).flatten(1, 2)
+    scores = query @ lead.float().transpose(2, 3)
+    scores = scores.amax(2) if best else scores.flatten(1, 2)
     token = torch.arange(capacity, device=lead.device)
     held = (token >= first[:, None]) & (token < end[:, None])
     return scores.masked_fill(~held[:, None], float("-inf"))
@@ -38,7 +42,7 @@ def tip_reference(tip_query: Tensor, lead: Tensor, first: Tensor, end: Tensor) -
         ({"BLOCK": 256}, 8, 3),
         ({"BLOCK": 512}, 8, 2),
     ],
-    key=["GROUP", "R", "parts", "size"],
+    key=["GROUP", "R", "BEST", "parts", "size"],
 )
 @kernel("parts", "size")
 def _tip_kernel(
@@ -62,9 +66,13 @@ def _tip_kernel(
     R: tl.constexpr,
     R_PAD: tl.constexpr,
     LEAD_TOKEN: tl.constexpr,
+    BEST: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One program: one KV head of one sequence, one part of its tokens, all query heads of the group."""
+    """One program: one KV head of one sequence, one part of its tokens, all query heads of the group.
+
+    BEST: write the highest score of the group, and no sums.
+    """
     part = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     batch = row // HEADS
@@ -87,15 +95,24 @@ def _tip_kernel(
         k = tl.load(lead_at + token[None, :] * LEAD_TOKEN, mask=inside[None, :] & (dim < R)[:, None], other=0.0)
         s = product(q, k)
         s = tl.where((inside & (token >= low))[None, :], s, float("-inf"))
-        tl.store(scores_at + token[None, :], s, mask=(group < GROUP)[:, None] & inside[None, :])
-        top = tl.maximum(peak, tl.max(s, axis=1))
-        base = tl.where(top == float("-inf"), 0.0, top)  # nothing seen yet: -inf less -inf is not a number
-        total = total * tl.exp2((peak - base) * scale) + tl.sum(tl.exp2((s - base[:, None]) * scale), axis=1)
-        peak = top
+        if BEST:
+            s = tl.where((group < GROUP)[:, None], s, float("-inf"))
+            highest = tl.max(s, axis=0)
+            tl.store(scores + row * capacity + token, highest, mask=inside)
+            peak = tl.maximum(peak, tl.max(s, axis=1))
+        else:
+            tl.store(scores_at + token[None, :], s, mask=(group < GROUP)[:, None] & inside[None, :])
+            top = tl.maximum(peak, tl.max(s, axis=1))
+            base = tl.where(top == float("-inf"), 0.0, top)  # nothing seen yet: -inf less -inf is not a number
+            total = total * tl.exp2((peak - base) * scale) + tl.sum(tl.exp2((s - base[:, None]) * scale), axis=1)
+            peak = top
 
-    stat = (row * GROUP + group) * parts + part
-    tl.store(peaks + stat, peak, mask=group < GROUP)
-    tl.store(sums + stat, total, mask=group < GROUP)
+    if BEST:
+        tl.store(peaks + row * parts + part, tl.max(peak, axis=0))
+    else:
+        stat = (row * GROUP + group) * parts + part
+        tl.store(peaks + stat, peak, mask=group < GROUP)
+        tl.store(sums + stat, total, mask=group < GROUP)
 
 
 def tip_parts(batch: int, kv_heads: int, capacity: int, device: torch.device) -> int:
@@ -109,6 +126,7 @@ def tip(
     end: Tensor,
     scale: float,
     out: tuple[Tensor, Tensor, Tensor] | None = None,
+    best: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """TIP scores of the cached tokens, and what their softmax needs.
 
@@ -117,6 +135,7 @@ def tip(
     [first, end). scale: of the logits in the softmax; the scores themselves are not scaled.
     Returns scores float32 [b, Hq, cap] (-inf for padding, unwritten from `end` on), and for each of P parts of the
     tokens their maximum and their sum of exp(scale * (score - maximum)), float32 [b, Hq, P].
+    best: only the highest score of each KV head's query heads, [b, H, cap] and [b, H, P]; the sums are not written.
     """
     batch, query_heads, width = tip_query.shape
     kv_heads, capacity = lead.shape[1:3]
@@ -125,8 +144,9 @@ def tip(
         raise ValueError(f"at most 16 query heads for each KV head, got {group}")
     if out is None:
         parts = tip_parts(batch, kv_heads, capacity, lead.device)
-        scores = torch.empty(batch, query_heads, capacity, device=lead.device)
-        peaks, sums = torch.empty(2, batch, query_heads, parts, device=lead.device).unbind()
+        rows = kv_heads if best else query_heads
+        scores = torch.empty(batch, rows, capacity, device=lead.device)
+        peaks, sums = torch.empty(2, batch, rows, parts, device=lead.device).unbind()
         out = scores, peaks, sums
     scores, peaks, sums = out
     parts = peaks.shape[-1]
@@ -151,5 +171,6 @@ def tip(
         R=width,
         R_PAD=max(16, power_of_2(width)),
         LEAD_TOKEN=lead.stride(2),
+        BEST=best,
     )
     return out

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fasa_bench.cache import KVLayer
+from fasa_bench.method import hidden
 
 
 def approximate_logits(layer: KVLayer, query: Tensor, rank: int) -> tuple[Tensor, Tensor]:
@@ -27,10 +28,8 @@ def many_logits(layer: KVLayer, query: Tensor, rank: int, visible: Tensor | None
     mask = mask.repeat_interleave(query.shape[1] // layer.heads, dim=1)
     coverage = (magnitude * mask).sum(-1, keepdim=True) / magnitude.sum(-1, keepdim=True)
     # a component that is not chosen is 0 in the query and adds exactly nothing: one product for all heads
-    logits = layer.dot(query * mask.to(query.dtype)).float() * layer.scale / coverage.sqrt()
-    if visible is not None:
-        logits = logits.masked_fill(~visible, torch.finfo(logits.dtype).min)
-    return logits, components
+    logits = layer.dot(query * mask.to(query.dtype)).float().mul_(layer.scale / coverage.sqrt())
+    return logits if visible is None else hidden(logits, visible, torch.finfo(logits.dtype).min), components
 
 
 def mean_value(layer: KVLayer) -> Tensor:

@@ -48,3 +48,11 @@ def chunk_mask(agreement: Tensor, units: Tensor, count: int, head_dim: int) -> T
     best = agreement.topk(count, dim=-1).indices
     dims = units[best].flatten(2)
     return torch.zeros(*agreement.shape[:2], head_dim).scatter(2, dims, 1.0)
+
+
+def highest_of_group(products: Tensor, kv_heads: int) -> Tensor:
+    """The highest score that one of the query heads of a KV head gives: [B, b, Hq, q, C] -> [B, b, H, q, C]."""
+    grouped = products.unflatten(2, (kv_heads, -1))
+    if grouped.shape[4] == 1:  # twice as fast without a dimension of 1 on the way
+        return grouped.squeeze(4).amax(3).unsqueeze(3)
+    return grouped.amax(3)

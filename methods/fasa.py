@@ -18,7 +18,8 @@ from fasa_bench.cache import KVLayer
 from fasa_bench.clock import stage
 from fasa_bench.errors import UserError
 from fasa_bench.method import TopTokens, group_softmax, resolve_count
-from fasa_bench.methods.dominant import dominant_dimensions
+from fasa_bench.methods.dominant import dominant_dimensions, highest_of_group
+from fasa_bench.methods.fused import Backend, Kernels, use_kernels
 from fasa_bench.rope import Pairing
 from fasa_bench.split import in_one
 
@@ -39,6 +40,7 @@ class FasaC(TopTokens):
     share: what a token is then worth: the largest TIP score that one of the heads gives it, or the mean over the heads
         of the softmax of their scores.
     sinks, recent: first and newest tokens that are always among the budget.
+    backend: triton for the kernels of one sequence or batch, torch for everything; auto takes the kernels on CUDA.
     """
 
     n_tip: int | float = 0.25
@@ -48,6 +50,7 @@ class FasaC(TopTokens):
     share: Share = "max"
     sinks: int = 0
     recent: int = 0
+    backend: Backend = "auto"
 
     uses_calibration: ClassVar[bool] = True
     notes: ClassVar[dict[str, str]] = {
@@ -67,20 +70,31 @@ class FasaC(TopTokens):
                 raise UserError.of(f"method.{key}", getattr(self, key), "must be at least 0")
 
     def prepare(self, model: Model, calibration: Calibration) -> None:
-        units = model.rope.units(self.pairing)
+        units, heads = model.rope.units(self.pairing), model.config.num_key_value_heads
         count = resolve_count("method.n_tip", self.n_tip, len(units))
         agreement = calibration.agreement(model, self.pairing)  # [layers, Hq, chunks]
         if self.fc_granularity == "kv_head":
-            heads = model.config.num_key_value_heads
             shared = agreement.unflatten(1, (heads, -1)).mean(2, keepdim=True)
             agreement = shared.expand(-1, -1, agreement.shape[1] // heads, -1).flatten(1, 2)
-        heads, dim = model.config.num_key_value_heads, model.rope.head_dim
-        self._layers = dominant_dimensions(agreement, units, count, heads, dim)
+        self._layers = dominant_dimensions(agreement, units, count, heads, model.rope.head_dim)
+        share = "none" if self.token_granularity == "query_head" else self.share
+        self._kernels = Kernels(share, self.sinks, self.recent)
 
     def prefill(self, layer: KVLayer, query: Tensor | None) -> None:
-        if layer.budget is not None and layer.index not in self.dense_layers:
-            dominant = self._layers[layer.index]
-            layer.split(dominant.order, dominant.lead)
+        if layer.budget is not None and layer.length >= layer.budget and layer.index not in self.dense_layers:
+            self._split(layer)
+
+    def step(self, layer: KVLayer, query: Tensor) -> tuple[Tensor, int] | None:
+        if not layer.is_split:  # until now everything was read, as full KV does
+            self._split(layer)
+        if not (layer.is_split and use_kernels(self.backend, query)):
+            return None
+        with stage("kernels"):
+            return self._kernels.step(layer, query, self._layers[layer.index].on(query))
+
+    def _split(self, layer: KVLayer) -> None:
+        dominant = self._layers[layer.index]
+        layer.split(dominant.order, dominant.lead, use_kernels(self.backend, layer.positions))
 
     def smallest_budget(self) -> int:
         return self.sinks + max(self.recent, 1)
@@ -98,9 +112,7 @@ class FasaC(TopTokens):
             else:
                 products = layer.lead_dot(layer.query_parts(query)[0] * dominant.lead_mask)
             if self.token_granularity == "kv_head" and self.share == "max":
-                grouped = products.unflatten(2, (layer.heads, -1))
-                # twice as fast without a dimension of 1 on the way
-                products = grouped.squeeze(4).amax(3).unsqueeze(3) if grouped.shape[4] == 1 else grouped.amax(3)
+                products = highest_of_group(products, layer.heads)
             scores = in_one(products, layer.length)
             if self.token_granularity == "kv_head" and self.share == "softmax":
                 scores = group_softmax(scores, layer, visible)

@@ -32,6 +32,7 @@ class H2O(Method):
     heads: Literal["kv_head", "query_head"] = "kv_head"
     group: Literal["sum", "mean", "max"] = "sum"
 
+    uses_weights: ClassVar[bool] = True
     notes: ClassVar[dict[str, str]] = {
         "recent": "official ratio heavy = recent, ours too; official code reads budget + 1 tokens, ours the budget; "
         "KVCache-Factory: the newest 8",
@@ -62,9 +63,10 @@ class H2O(Method):
         if layer.length >= layer.budget:
             self.evict(layer)
 
-    def decoded(self, layer: KVLayer, query: Tensor, weights: Tensor) -> None:
+    def decoded(self, layer: KVLayer, query: Tensor, weights: Tensor | None) -> None:
         if layer.budget is None or layer.index in self.dense_layers:
             return
+        assert weights is not None
         layer.state["mass"] = self.add(layer, pad(layer.state["mass"], (0, 1)), weights)
         if self.interval is not None and layer.length >= layer.budget - 1 + self.interval:
             self.evict(layer)

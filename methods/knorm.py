@@ -44,7 +44,7 @@ class KNorm(Method):
     def prefill(self, layer: KVLayer, query: Tensor | None) -> None:
         self._evict(layer, after=1)
 
-    def decoded(self, layer: KVLayer, query: Tensor, weights: Tensor) -> None:
+    def decoded(self, layer: KVLayer, query: Tensor, weights: Tensor | None) -> None:
         self._evict(layer, after=self.interval)
 
     def _evict(self, layer: KVLayer, after: int) -> None:

@@ -41,12 +41,12 @@ class Loki(TopTokens):
 
     def prepare(self, model: Model, calibration: Calibration) -> None:
         basis = calibration.basis(model, self.rotary)  # [layers, H, d, d]
-        first = basis[..., : resolve_count("method.r", self.r, basis.shape[-1])]
-        self._projectors = list(first @ first.transpose(-1, -2))
+        self._first = list(basis[..., : resolve_count("method.r", self.r, basis.shape[-1])])
 
     def scores(self, layer: KVLayer, query: Tensor, visible: Tensor | None) -> Tensor:
         # kept where and in the type that the layer's queries are
-        projector = self._projectors[layer.index] = self._projectors[layer.index].to(query)
-        # q P (k P)' = (q P P') k': the query is projected and brought back, and the keys stay as they are
-        grouped = query.reshape(query.shape[0], len(projector), -1, query.shape[-1])
-        return layer.dot((grouped @ projector).reshape(query.shape))
+        first = self._first[layer.index] = self._first[layer.index].to(query)  # P [H, d, r]
+        projected = query.reshape(query.shape[0], len(first), -1, query.shape[-1]) @ first
+        if query.shape[2] == 1:  # q P (k P)' = (q P P') k': brought back, so that the keys stay as they are
+            return layer.dot((projected @ first.mT).reshape(query.shape))
+        return (projected @ (layer.keys @ first).mT).reshape(*query.shape[:3], -1)

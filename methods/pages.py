@@ -20,16 +20,24 @@ def page_bounds(keys: Tensor, page: int) -> tuple[Tensor, Tensor]:
 
 
 def choose(
-    layer: KVLayer, query: Tensor, budget: int, pages: int | None, page: int, recent: int, forced: bool
+    layer: KVLayer,
+    query: Tensor,
+    bounds: tuple[Tensor, Tensor],
+    budget: int,
+    pages: int | None,
+    page: int,
+    recent: int,
+    forced: bool,
 ) -> Tensor:
     """What many queries, those of the newest tokens, read: [b, Hq, q, d] -> bool [b, Hq, q, n].
 
-    Each takes its best `pages` whole pages, or (None) the first `budget` tokens of just enough pages; and the `recent`
-    newest tokens. forced: its newest page is one of them. A query that has no more than all this reads everything.
+    bounds: of all full pages before the `recent` newest tokens. Each query takes its best `pages` whole pages, or
+    (None) the first `budget` tokens of just enough pages; and the `recent` newest tokens. forced: its newest page is
+    one of them. A query that has no more than all this reads everything.
     """
     seen = torch.arange(layer.length - query.shape[2] + 1, layer.length + 1, device=query.device)
     paged = (seen - recent).clamp(min=1)
-    scores, newest = scores_so_far(layer, query, paged, page)
+    scores, newest = scores_so_far(layer, query, bounds, paged, page)
     if forced:
         scores = scores.scatter(-1, newest[:, None].expand_as(scores[..., :1]), torch.inf)
     # one page more where the newest one, which may be among them, is not full
@@ -45,23 +53,28 @@ def choose(
     return read | (slots >= paged[:, None]) | (seen <= budget + recent)[:, None]
 
 
-def scores_so_far(layer: KVLayer, query: Tensor, paged: Tensor, page: int) -> tuple[Tensor, Tensor]:
+def scores_so_far(
+    layer: KVLayer, query: Tensor, bounds: tuple[Tensor, Tensor], paged: Tensor, page: int
+) -> tuple[Tensor, Tensor]:
     """Upper bound of q.k over every page, for many queries, each over the first `paged` tokens of the cache.
 
-    query [b, Hq, q, d], paged [q] ascending -> scores [b, Hq, q, pages], -inf for pages that a query does not have
-    yet, and the number of its newest page [q].
+    query [b, Hq, q, d], bounds of full pages two of [b, H, F, d], paged [q] ascending -> scores [b, Hq, q, pages],
+    -inf for pages that a query does not have yet, and the number of its newest page [q].
     """
-    keys = page_keys(layer, 0, int(paged[-1]))
-    missing = keys[:, :, -1:].expand(-1, -1, -keys.shape[2] % page, -1)  # the last key again: the same bounds
-    rows = torch.cat([keys, missing], dim=2).unflatten(2, (-1, page))
-    least, most = rows.cummin(3).values, rows.cummax(3).values
+    newest = (paged - 1) // page
     grouped = query.unflatten(1, (layer.heads, -1))  # [b, H, G, q, d]
     positive, negative = grouped.clamp(min=0), grouped.clamp(max=0)
-    whole = positive @ most[:, :, None, :, -1].mT + negative @ least[:, :, None, :, -1].mT
-    # of the newest page only the tokens so far count: the running bounds at the last of them
-    so_far = [bound.flatten(2, 3)[:, :, None, paged - 1] for bound in (most, least)]
-    score = (positive * so_far[0] + negative * so_far[1]).sum(-1, keepdim=True)
-    newest = (paged - 1) // page
-    scores = whole.scatter(-1, newest[:, None].expand_as(score), score)
+    least, most = (bound[:, :, None] for bound in bounds)
+    scores = positive @ most.mT + negative @ least.mT
+    if scores.shape[-1] <= newest[-1]:  # the last page is not full
+        scores = torch.nn.functional.pad(scores, (0, 1))
+    # of its newest page only the tokens up to a query count: the running bounds at the last of them
+    start = int(newest[0]) * page
+    keys = page_keys(layer, start, int(paged[-1]))
+    filled = torch.nn.functional.pad(keys, (0, 0, 0, -keys.shape[2] % page)).unflatten(2, (-1, page))
+    at = paged - 1 - start
+    least, most = (bound.flatten(2, 3)[:, :, None, at] for bound in (filled.cummin(3).values, filled.cummax(3).values))
+    so_far = (positive * most + negative * least).sum(-1, keepdim=True)
+    scores = scores.scatter(-1, newest[:, None].expand_as(so_far), so_far)
     later = torch.arange(scores.shape[-1], device=query.device) > newest[:, None]
     return scores.masked_fill(later, -torch.inf).flatten(1, 2), newest

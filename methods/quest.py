@@ -77,9 +77,9 @@ class Quest(Method):
         return torch.cat([slots, recent.expand(*slots.shape[:2], -1)], dim=-1)[:, :, None]
 
     def reads(self, layer: KVLayer, query: Tensor, visible: Tensor) -> Tensor:
-        budget = self._budget(layer)
+        budget, forced, bounds = self._budget(layer), self.newest == "forced", self._full_pages(layer)
         pages = max(self.min_pages, budget // self.page) if self.unit == "pages" else None
-        return choose(layer, query, budget, pages, self.page, self.recent, self.newest == "forced") & visible
+        return choose(layer, query, bounds, budget, pages, self.page, self.recent, forced) & visible
 
     def best_pages(self, layer: KVLayer, scores: Tensor) -> Tensor:
         """The pages to read, in no order: scores [b, Hq, pages] -> [b, Hq, p]."""

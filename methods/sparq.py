@@ -74,7 +74,8 @@ class SparQ(Method):
         grouped = self._grouped(layer, query, visible)
         read = top_mask(grouped.sum(2), visible, self._budget(layer), recent=self._recent(layer))
         if self.reallocation:
-            layer.state["alpha"] = (torch.softmax(grouped, dim=-1) * read[:, :, None]).sum(-1).flatten(1, 2)
+            share = torch.softmax(grouped, dim=-1) * read[:, :, None].float()  # a product with bool is slower
+            layer.state["alpha"] = share.sum(-1).flatten(1, 2)
         return read
 
     def combine(self, layer: KVLayer, query: Tensor, output: Tensor) -> Tensor:
@@ -85,7 +86,7 @@ class SparQ(Method):
         mean = mean.repeat_interleave(output.shape[2] // mean.shape[2], dim=2)
         return (alpha * output + (1 - alpha) * mean).to(output.dtype)
 
-    def decoded(self, layer: KVLayer, query: Tensor, weights: Tensor) -> None:
+    def decoded(self, layer: KVLayer, query: Tensor, weights: Tensor | None) -> None:
         if "value_sum" in layer.state:
             layer.state["value_sum"] = layer.state["value_sum"] + newest_values(layer, query.shape[2]).sum(2)
 

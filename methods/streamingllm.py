@@ -59,7 +59,7 @@ class StreamingLLM(Method):
         rank = visible.cumsum(-1)
         return top_mask(rank.float(), visible, layer.budget, sinks=self.start)
 
-    def decoded(self, layer: KVLayer, query: Tensor, weights: Tensor) -> None:
+    def decoded(self, layer: KVLayer, query: Tensor, weights: Tensor | None) -> None:
         self._evict(layer)
 
     def _evict(self, layer: KVLayer) -> None:

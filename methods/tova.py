@@ -23,6 +23,7 @@ class Tova(Method):
 
     recent: int = 0
 
+    uses_weights: ClassVar[bool] = True
     notes: ClassVar[dict[str, str]] = {
         "recent": "official code and ours 0: the newest token is a candidate like any other; kvpress 1. "
         "Official code reads cache_size + 1 tokens at a step, ours the budget",
@@ -44,8 +45,9 @@ class Tova(Method):
             # heads of equal groups: the mean of the groups' means is the mean of the heads
             self._drop(layer, group_softmax(layer.dot(query)[:, :, -1], layer))
 
-    def decoded(self, layer: KVLayer, query: Tensor, weights: Tensor) -> None:
+    def decoded(self, layer: KVLayer, query: Tensor, weights: Tensor | None) -> None:
         if self._full(layer):
+            assert weights is not None
             self._drop(layer, weights)
 
     def _full(self, layer: KVLayer) -> bool:

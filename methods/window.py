@@ -69,7 +69,7 @@ class WindowEviction(Method):
         if self.interval is not None:
             layer.state["queries"] = query.clone()  # not a view of what other methods observe
 
-    def decoded(self, layer: KVLayer, query: Tensor, weights: Tensor) -> None:
+    def decoded(self, layer: KVLayer, query: Tensor, weights: Tensor | None) -> None:
         if self.interval is None or "queries" not in layer.state:
             return
         queries = layer.state["queries"]

@@ -57,7 +57,7 @@ def check_answers(row: dict[str, Any], where: str) -> None:
 
 
 def read_file(data_dir: str | None, dataset: str) -> tuple[Path, bytes]:
-    """Path (for messages) and content of one data set's file.
+    """Path (for messages) and content of one data set's file; LongBench-E's are called <dataset>_e.
 
     data_dir: a folder of <dataset>.jsonl, a zip file of them, or None for the hub's official data.zip.
     """

@@ -47,9 +47,44 @@ DATA_SETS = {
     "lcc": DataSet(metrics.code_similarity, 64, rows=500),
     "repobench-p": DataSet(metrics.code_similarity, 64, rows=500),
 }
-_CHINESE = ("multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh")
+CHINESE = ("multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh")
+ENGLISH = tuple(name for name in DATA_SETS if name not in CHINESE)  # the two code sets among them
 # The 15 columns of the FASA paper's Table 2: the English sets without samsum (its text counts 16 tasks).
-TABLE2 = tuple(name for name in DATA_SETS if name not in (*_CHINESE, "samsum"))
+TABLE2 = tuple(name for name in ENGLISH if name != "samsum")
+# The official six categories; code counts in both languages.
+CATEGORIES = (
+    ("narrativeqa", "qasper", "multifieldqa_en", "multifieldqa_zh"),
+    ("hotpotqa", "2wikimqa", "musique", "dureader"),
+    ("gov_report", "qmsum", "multi_news", "vcsum"),
+    ("trec", "triviaqa", "samsum", "lsht"),
+    ("passage_count", "passage_retrieval_en", "passage_retrieval_zh"),
+    ("lcc", "repobench-p"),
+)
+# The 13 sets of LongBench-E, which has files of its own: <dataset>_e.jsonl.
+EVEN = tuple(name for name in ENGLISH if name not in ("narrativeqa", "musique", "qmsum"))
+
+
+def _alike(datasets: Sequence[str]) -> dict[str, float]:
+    return dict.fromkeys(datasets, 1.0)
+
+
+def _by_category(datasets: Sequence[str]) -> dict[str, float]:
+    """The mean over categories of the mean over a category's data sets."""
+    members = [[name for name in category if name in datasets] for category in CATEGORIES]
+    return {name: 1 / len(category) for category in members for name in category}
+
+
+# Averages that are reported whenever all their data sets were asked for: {data set: its relative weight}. The last two
+# are those of the benchmark's leaderboard.
+AVERAGES = {
+    "avg_table2": _alike(TABLE2),
+    "avg_english": _alike(ENGLISH),
+    "avg_chinese": _alike(CHINESE),
+    "avg_retrieval": _alike(("passage_count", "passage_retrieval_en")),
+    "avg_all": _alike(tuple(DATA_SETS)),
+    "official_english": _by_category(ENGLISH),
+    "official_chinese": _by_category((*CHINESE, *CATEGORIES[-1])),
+}
 FEW_SHOT = ("trec", "triviaqa", "samsum", "lsht")  # only the first line of the prediction is scored
 NO_CHAT_TEMPLATE = (*FEW_SHOT, "lcc", "repobench-p")
 ROUGE = (metrics.rouge_l, metrics.rouge_l_zh)

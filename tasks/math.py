@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 
 from fasa_bench.errors import UserError
-from fasa_bench.statistics import bootstrap
-from fasa_bench.task import Example, Metric, Prediction, Sampling, Task
+from fasa_bench.statistics import Sample
+from fasa_bench.task import Example, Prediction, Sampling, Task
 from fasa_bench.tasks import math_data as data
 from fasa_bench.tasks.math_grading import grader, last_box, pass_at_k
 
@@ -45,6 +45,7 @@ class MathTask(Task):
     source: ClassVar[data.Source]
     integers: ClassVar[bool] = False  # answers are whole numbers from 0 to 999
     places: ClassVar[tuple[str, ...]] = ("data_file",)
+    texts: ClassVar[tuple[str, ...]] = ("answer", "box")
     notes: ClassVar[dict[str, str]] = {
         "n": "Paper: MATH500 one answer a problem, AIME24 16; many of its AIME24 numbers fit 5 runs and not 16.",
         "temperature": "0.6 in the authors' code; the paper does not say.",
@@ -52,6 +53,7 @@ class MathTask(Task):
         "top_p": "Left to the checkpoint, as in the authors' code.",
         "top_k": "Left to the checkpoint, else transformers' 50, as in the authors' code.",
         "max_length": "Prompt included, as in the authors' code.",
+        "chat_template": "On for a model that has one, as in the authors' code.",
         "prompt": "The paper prints none; it asks for what the authors' code asks for, in words of ours.",
     }
 
@@ -131,22 +133,22 @@ class MathTask(Task):
             "decode_tokens": [len(sample.token_ids) for sample in prediction.samples],
         }
 
-    def metrics(self, rows: list[dict[str, Any]]) -> dict[str, Metric]:
+    def samples(self, rows: list[dict[str, Any]]) -> dict[str, Sample]:
         """Means over problems, with intervals over problems, never over answers. pass@1: mean over a problem's answers,
         x 100. pass@<n>: any of them right, x 100. truncated: answers that were cut, in %. tokens/...: a problem's mean.
         """
-        scores = [row["scores"] for row in rows]
-        decoded = [float(np.mean(one["decode_tokens"])) for one in scores]
-        prefilled = [one["prefill_tokens"] for one in scores]
+        scores = {row["id"]: row["scores"] for row in rows}
+        decoded = {key: float(np.mean(one["decode_tokens"])) for key, one in scores.items()}
+        prefilled = {key: one["prefill_tokens"] for key, one in scores.items()}
         return {
             **{
-                f"pass@{k}": bootstrap([100 * pass_at_k(one["correct"], k) for one in scores])
+                f"pass@{k}": Sample([{key: 100 * pass_at_k(one["correct"], k) for key, one in scores.items()}])
                 for k in dict.fromkeys((1, self.n))
             },
-            "truncated": bootstrap([100 * float(np.mean(one["truncated"])) for one in scores]),
-            "tokens/prefill": bootstrap(prefilled),
-            "tokens/decode": bootstrap(decoded),
-            "tokens/total": bootstrap(np.add(prefilled, decoded)),
+            "truncated": Sample([{key: 100 * float(np.mean(one["truncated"])) for key, one in scores.items()}]),
+            "tokens/prefill": Sample([prefilled]),
+            "tokens/decode": Sample([decoded]),
+            "tokens/total": Sample([{key: prefilled[key] + decoded[key] for key in scores}]),
         }
 
     def _sampling(self, model: Model) -> tuple[float, float, int]:

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from fasa_bench import metrics
 from fasa_bench.errors import UserError
-from fasa_bench.statistics import bootstrap
-from fasa_bench.task import Example, Metric, Prediction, Task
+from fasa_bench.statistics import Sample
+from fasa_bench.task import Example, Prediction, Task
 from fasa_bench.tasks import stdlib_code
-from fasa_bench.tasks.perplexity import check_window, nll_score, perplexity
+from fasa_bench.tasks.perplexity import check_window, nll_score, perplexity_sample
 from fasa_bench.texts import documentation
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ class Stdlib(Task):
     """
 
     name: ClassVar[str] = "stdlib"
+    texts: ClassVar[tuple[str, ...]] = ("answer",)
 
     parts: list[Part] = field(default_factory=lambda: ["perplexity", "code", "passkey"])
     context: int = 1024
@@ -72,6 +73,8 @@ class Stdlib(Task):
             for index in range(count if limit is None else min(count, limit)):
                 example = make(model.tokenizer, self.context - len(begin), index)
                 example.prompt_ids = begin + example.prompt_ids
+                if example.context_tokens is not None:
+                    example.context_tokens += len(begin)
                 example.fields["group"] = part
                 yield example
 
@@ -88,16 +91,16 @@ class Stdlib(Task):
             return {"code_similarity": metrics.code_similarity(prediction.text.strip(), answer)}
         return {"passkey": int(answer in prediction.text)}
 
-    def metrics(self, rows: list[dict[str, Any]]) -> dict[str, Metric]:
+    def samples(self, rows: list[dict[str, Any]]) -> dict[str, Sample]:
         """perplexity; code_similarity and passkey x 100."""
-        result: dict[str, Metric] = {}
+        result: dict[str, Sample] = {}
         for part in self.parts:
             own = [row for row in rows if row["fields"]["group"] == part]
             if part == "perplexity":
-                result["perplexity"] = perplexity(own)
+                result["perplexity"] = perplexity_sample(own)
             else:
                 name = "code_similarity" if part == "code" else "passkey"
-                result[name] = bootstrap([100 * row["scores"][name] for row in own])
+                result[name] = Sample([{row["id"]: 100 * row["scores"][name] for row in own}])
         return result
 
     def _window(self, tokenizer: Any, length: int, index: int) -> Example:
@@ -126,6 +129,7 @@ class Stdlib(Task):
             text[:at] + needle + text[at:] + question,
             max_new_tokens=8,
             min_new_tokens=1,
+            context_tokens=len(text) + len(needle),
             fields={"answer": key, "depth": round(depth, 3)},
         )
 

@@ -91,6 +91,17 @@ def test_tip_scores_and_their_softmax(shape: Any, dtype: torch.dtype) -> None:
     torch.testing.assert_close(total, (case.scale * wanted).logsumexp(-1), atol=2e-5, rtol=1e-5)
 
 
+@needs_triton
+@pytest.mark.parametrize("shape", GRID, ids=str)
+def test_tip_keeps_the_highest_score_of_a_group(shape: Any) -> None:
+    case = Case(*shape, torch.float32)
+    scores, peaks, _ = tip.tip(case.tip_query, case.lead, case.first, case.end, case.scale, best=True)
+    each = tip.tip_reference(case.tip_query, case.lead, case.first, case.end).unflatten(1, (case.heads, -1))
+    held = case.held(scores).expand_as(scores)
+    torch.testing.assert_close(scores[held], each.amax(2)[held], atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(peaks.amax(-1), each.amax((2, 3)), atol=2e-5, rtol=1e-5)
+
+
 def check_choice(values: Tensor, slots: Tensor, case: Case, k: int, sinks: int, recent: int) -> None:
     """Distinct tokens of the cache, forced ones among them, and of the others exactly the best values."""
     for b in range(values.shape[0]):
@@ -255,18 +266,18 @@ def test_append_writes_one_token_and_nothing_else(dtype: torch.dtype) -> None:
 @needs_triton
 @quiet
 @pytest.mark.parametrize("shape", [GRID[1], GRID[2], (1, 1, 2, 64, 16, 1100)], ids=str)
-@pytest.mark.parametrize("per_query_head", [False, True])
-def test_a_step_with_one_workspace(shape: Any, per_query_head: bool) -> None:
+@pytest.mark.parametrize("share", ["none", "max", "softmax"])
+def test_a_step_with_one_workspace(shape: Any, share: decode.Share) -> None:
     """Twice, with the cache one token longer the second time: nothing may be left over from the first."""
     case = Case(*shape, torch.float32)
     b, heads, group, dim, _, cap = shape
-    work = decode.Workspace(b, heads * group, heads, dim, cap, 32, DEVICE, per_query_head)
+    work = decode.Workspace(b, heads * group, heads, dim, cap, 32, DEVICE, share)
     whole = case.end.clone()
     for shorter in (1, 0):
         case.end.copy_(whole - shorter)
         tensors = (case.tip_query, case.query, case.lead, case.rest, case.values, case.first, case.end, case.scale)
         found = decode.fasa_step(*tensors, work, sinks=2, recent=8)
-        wanted = decode.fasa_step_reference(*tensors, 32, 2, 8, per_query_head)
+        wanted = decode.fasa_step_reference(*tensors, 32, 2, 8, share)
         close(found, wanted, torch.float32)
         assert {int(i) - 1 for i in case.end} <= set(work.slots.flatten().tolist())
 

@@ -11,14 +11,14 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
+from fasa_bench import models
 from fasa_bench.errors import UserError
 from fasa_bench.task import Example, Prediction
 from fasa_bench.tasks import longbench_data as data
-from fasa_bench.tasks.longbench import LongBench, cut_middle, mean_of_means
-from fasa_bench.tasks.longbench_score import DATA_SETS, TABLE2
+from fasa_bench.tasks.longbench import LongBench, cut_middle
+from fasa_bench.tasks.longbench_score import AVERAGES, CHINESE, DATA_SETS, EVEN, TABLE2
 
 SHARED = Path(os.environ.get("FASA_BENCH_SHARED") or Path(__file__).resolve().parents[2] / "shared")
 TEMPLATE = "Read: {context}\nQ: {input}\nA:"
@@ -41,6 +41,11 @@ class Model:
 
     def chat(self, text: str) -> str:
         return f"^[{text}]"
+
+
+@pytest.fixture(scope="module")
+def tiny() -> models.Model:
+    return models.Model(models.ModelSpec("tiny", max_input=2048, source="random"))
 
 
 def row(**fields: Any) -> dict[str, Any]:
@@ -82,7 +87,7 @@ def test_examples_of_all_data_sets(tmp_path: Path) -> None:
         assert example.min_new_tokens == (name == "samsum")
         assert example.stop_token_ids == ((ord("\n"),) if name == "samsum" else ())
         expected = {"group": name, "truncated": False, "prompt_tokens_before": len(prompt) + 1, "length": 10}
-        expected |= {"prompt_tokens": len(example.prompt_ids), "language": "en", "answers": ["x"]}
+        expected |= {"language": "en", "answers": ["x"]}
         assert expected.items() <= example.fields.items()
         assert example.fields["prompt_sha256"] == hashlib.sha256(prompt.encode()).hexdigest()
         assert json.loads(json.dumps(example.fields)) == example.fields
@@ -130,16 +135,18 @@ def test_middle_truncation(tmp_path: Path, context: str) -> None:
         # BOS is one of the kept tokens, is lost in the text and comes back, so the length is 2 * half again.
         assert Model().decode(example.prompt_ids) == prompt[:half] + prompt[-half:]
         assert example.fields["truncated"]
-        assert (example.fields["prompt_tokens_before"], example.fields["prompt_tokens"]) == (45, 2 * half)
-    with pytest.raises(UserError, match="max_input=1"):
-        run(task, Model(1))
+        assert (example.fields["prompt_tokens_before"], len(example.prompt_ids)) == (45, 2 * half)
+    (example,) = run(task, Model(1))  # whose half is nothing: the official slice [-0:] keeps everything
+    assert Model().decode(example.prompt_ids) == prompt
+    assert not example.fields["truncated"]
+    assert "model.max_input=1: the official truncation then cuts nothing" in task.warnings
 
 
 def test_truncation_happens_before_the_chat_template(tmp_path: Path) -> None:
     task = write(tmp_path, qasper=[row(context="a" * 50)])
     (example,) = run(task, Model(10))
     assert Model().decode(example.prompt_ids) == "^[Read" + " q\nA:" + "]"
-    assert example.fields["prompt_tokens"] == 10 + 2
+    assert len(example.prompt_ids) == 10 + 2
 
 
 def test_truncation_off_names_the_example(tmp_path: Path) -> None:
@@ -154,6 +161,22 @@ def test_truncation_off_names_the_example(tmp_path: Path) -> None:
 def test_cut_middle() -> None:
     assert cut_middle([1, 2, 3, 4, 5, 6], 5) == ([1, 2], [5, 6])
     assert cut_middle([1, 2, 3, 4, 5, 6], 4) == ([1, 2], [5, 6])
+    assert cut_middle([1, 2, 3], 1) == ([], [1, 2, 3])  # int(1 / 2) = 0, and [-0:] is everything
+
+
+def test_the_length_after_the_cut_is_that_of_the_new_tokens(tmp_path: Path, tiny: models.Model) -> None:
+    """Cutting through a character makes other tokens of it: what counts, and what is stored, is what the model gets."""
+    task = write(tmp_path, lcc=[row(context="龘龘驫麤" * 800)])
+    lengths = set()
+    for limit in range(1990, 2000):
+        tiny.max_input = limit
+        (example,) = task.examples(tiny, None)
+        text = tiny.tokenizer.decode(example.prompt_ids)
+        assert tiny.tokenizer(text)["input_ids"] == example.prompt_ids
+        assert example.fields["prompt_tokens_before"] > 2048
+        lengths.add(len(example.prompt_ids) - 2 * (limit // 2))
+    tiny.max_input = 2048
+    assert lengths != {0}
 
 
 def test_ids_are_unique_and_stable(tmp_path: Path) -> None:
@@ -356,7 +379,11 @@ def scored(
 ) -> dict[str, Any]:
     """A stored row."""
     own = {"dataset": dataset, "answers": answers, "all_classes": None, "length": length, **fields}
-    return {"id": "x", "fields": own, "scores": task.score(Example("x", [], fields=own), Prediction([], text, "stop"))}
+    return {
+        "id": f"{dataset}/{text[:9]}/{length}",
+        "fields": own,
+        "scores": task.score(Example("x", [], fields=own), Prediction([], text, "stop")),
+    }
 
 
 def test_scores() -> None:
@@ -416,16 +443,113 @@ def test_average_is_blank_when_a_data_set_is_missing() -> None:
     assert task.metrics([])["avg"]["value"] is None
 
 
-def test_mean_of_means_has_the_interval_of_its_standard_error() -> None:
-    rng = np.random.default_rng(0)
-    groups = [list(rng.normal(mean, spread, size)) for mean, spread, size in ((0, 1, 200), (10, 5, 50), (20, 2, 400))]
-    result = mean_of_means(groups, n_resamples=20_000)
-    error = np.sqrt(sum(np.var(group) / len(group) for group in groups)) / 3
-    assert result["value"] == pytest.approx(np.mean([np.mean(group) for group in groups]))
-    assert result["ci_low"] == pytest.approx(result["value"] - 1.96 * error, abs=0.1 * error)
-    assert result["ci_high"] == pytest.approx(result["value"] + 1.96 * error, abs=0.1 * error)
-    assert mean_of_means(groups, n_resamples=20_000) == result  # seeded
-    assert mean_of_means([[1.0, 2.0], [3.0]]) == {"value": 2.25, "ci_low": None, "ci_high": None, "n": 3}
+def test_averages_and_their_data_sets() -> None:
+    """Each data set scores its number in the list; an average is blank as soon as one of its sets is missing."""
+    task = LongBench(by_length=True)
+
+    def rows(*left_out: str) -> list[dict[str, Any]]:
+        fields = {"answers": [], "length": 5000}
+        return [
+            {"id": f"{name}/{i}", "fields": {**fields, "dataset": name}, "scores": {"score": (place + i) / 100} | REST}
+            for place, name in enumerate(DATA_SETS)
+            for i in (0, 2)
+            if name not in left_out
+        ]
+
+    whole = task.metrics(rows())
+    place = {name: number for number, name in enumerate(DATA_SETS, start=1)}  # the mean of each data set
+    assert len(CHINESE) == 5
+    assert len(TABLE2) == 15
+    assert whole["avg"]["value"] == whole["avg_all"]["value"] == pytest.approx(11)
+    assert whole["avg_table2"]["value"] == pytest.approx(sum(place[name] for name in TABLE2) / 15)
+    assert whole["avg_chinese"]["value"] == pytest.approx((4 + 8 + 12 + 16 + 19) / 5)
+    assert whole["avg_english"]["value"] == pytest.approx((231 - 59) / 16)
+    assert whole["avg_retrieval"]["value"] == pytest.approx((17 + 18) / 2)
+    # the leaderboard's: categories first, code in both languages
+    code = (20 + 21) / 2
+    english = [2, (5 + 6 + 7) / 3, (9 + 10 + 11) / 3, (13 + 14 + 15) / 3, 17.5, code]
+    assert whole["official_english"]["value"] == pytest.approx(sum(english) / 6)
+    assert whole["official_chinese"]["value"] == pytest.approx((4 + 8 + 12 + 16 + 19 + code) / 6)
+    assert whole["avg/4-8k"]["value"] == pytest.approx(11)
+    assert whole["avg/0-4k"]["value"] is None
+    for name in ("avg", *AVERAGES):
+        assert whole[name]["ci_low"] < whole[name]["value"] < whole[name]["ci_high"]
+    missing = task.metrics(rows("passage_count"))
+    blank = {name for name in ("avg", *AVERAGES) if missing[name]["value"] is None}
+    assert blank == {"avg", "avg_all", "avg_table2", "avg_english", "avg_retrieval", "official_english"}
+    assert {name for name in LongBench("table2").metrics([]) if name.startswith(("avg", "official"))} == {
+        "avg",
+        "avg_table2",
+        "avg_retrieval",
+    }
+
+
+REST = {"empty": False, "rouge_l_google": 0.0, "score_recursion_limited": None}
+
+
+def test_official_averages_are_those_of_the_leaderboard() -> None:
+    """ChatGLM3-6B-32k in the benchmark's README: 48.5 English and 52.8 Chinese, from its numbers of the data sets."""
+    # in the order of DATA_SETS
+    published = [26.0, 43.3, 51.7, 62.3, 54.4, 44.9, 40.4, 44.78, 36.8, 23.9, 27.9, 17.8]
+    published += [79.0, 87.1, 38.2, 42.0, 2.0, 99.0, 94.0, 57.66, 54.76]
+    rows = [
+        {"id": name, "fields": {"dataset": name}, "scores": {"score": value / 100} | REST}
+        for name, value in zip(
+            DATA_SETS,
+            published,
+            strict=True,
+        )
+    ]
+    found = LongBench().metrics(rows)
+    assert found["official_english"]["value"] == pytest.approx(48.5, abs=0.06)
+    assert found["official_chinese"]["value"] == pytest.approx(52.8, abs=0.06)
+    assert found["official_english"]["ci_low"] is None  # of one example each
+
+
+def test_longbench_e_has_files_of_its_own(tmp_path: Path) -> None:
+    names = "qasper multifieldqa_en hotpotqa 2wikimqa gov_report multi_news trec triviaqa samsum passage_count"
+    assert list(EVEN) == [*names.split(), "passage_retrieval_en", "lcc", "repobench-p"]
+    write(tmp_path, qasper=[row(context="even", length=4000)])
+    (tmp_path / "qasper.jsonl").rename(tmp_path / "qasper_e.jsonl")
+    write(tmp_path, qasper=[row(context="standard")])
+    task = LongBench("qasper", str(tmp_path), str(tmp_path / "prompts.json"), edition="e")
+    (example,) = run(task)
+    assert "even" in Model().decode(example.prompt_ids)
+    assert task.fingerprint() != LongBench("qasper", task.data_dir, task.prompts_file).fingerprint()
+    result = task.metrics([scored(task, "qasper", "x", ["x"], length=4000)])
+    assert [result[f"qasper/{part}"]["value"] for part in ("0-4k", "4-8k", "8k+")] == [None, 100, None]
+    assert result["avg/4-8k"]["value"] == 100
+    assert LongBench(edition="e").selected == EVEN
+    for datasets in ("table2", ["narrativeqa"]):  # whose first set is missing there
+        with pytest.raises(UserError, match=r"task\.datasets='narrativeqa' .*LongBench-E has qasper"):
+            LongBench(datasets, edition="e")
+
+
+@pytest.mark.parametrize("chat", ["off", "on"])
+@pytest.mark.parametrize("context", ["Some words.", "words " * 3000, "北京上海广州 " * 3000])
+def test_the_question_begins_after_the_context(tmp_path: Path, tiny: models.Model, chat: str, context: str) -> None:
+    """Also in a prompt that was cut in the middle, and within a chat template; tokens that lie across belong to it."""
+    task = write(tmp_path, qasper=[row(context=context, input="Who knows?")])
+    task.chat_template = chat  # type: ignore[assignment]
+    (example,) = task.examples(tiny, None)
+    assert example.context_tokens is not None
+    before, after = (
+        tiny.tokenizer.decode(part)
+        for part in (example.prompt_ids[: example.context_tokens], example.prompt_ids[example.context_tokens :])
+    )
+    assert before.rstrip().endswith(context.rstrip()[-6:])
+    question = "\nQ: Who knows?\nA:" + ("<|im_end|>\n<|im_start|>assistant\n" if chat == "on" else "")
+    assert after.lstrip(" ") == question
+    assert example.fields["truncated"] == (len(context) > 100)
+
+
+def test_no_mark_where_there_is_no_question(tmp_path: Path, tiny: models.Model) -> None:
+    task = write(tmp_path, qasper=[row(context="words " * 3000, input="long " * 3000)])
+    assert next(task.examples(tiny, None)).context_tokens is None  # cut away
+    prompts = tmp_path / "prompts.json"
+    for template in ("Q: {input} {context}", "{input}"):
+        prompts.write_text(json.dumps({"qasper": template}))
+        assert next(task.examples(tiny, None)).context_tokens is None
 
 
 @pytest.mark.skipif(not (SHARED / "data" / "longbench").is_dir(), reason="no shared/data/longbench beside the checkout")

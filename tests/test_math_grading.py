@@ -120,6 +120,15 @@ def test_hostile_answers_cost_seconds_and_are_wrong() -> None:
         grader.close()
 
 
+def test_an_answer_is_never_run(grader: Grader, tmp_path: Path) -> None:
+    """A text of a model is read as mathematics, whatever Python it may be."""
+    trace = tmp_path / "trace"
+    for answer in (f"__import__('pathlib').Path('{trace}').touch()", f"open('{trace}', 'w')", "().__class__.__base__"):
+        assert grader.grade([rf"\boxed{{{answer}}}"], r"\frac{1}{2}") == [False]
+    assert not trace.exists()
+    assert grader.grade([r"\boxed{0.5}"], r"\frac{1}{2}") == [True]
+
+
 def test_a_killed_process_is_replaced(grader: Grader) -> None:
     assert grader.grade([r"\boxed{0.5}"], r"\frac{1}{2}") == [True]
     worker = grader._idle.get()
@@ -157,6 +166,11 @@ def test_pass_at_k_by_hand() -> None:
     assert pass_at_k([1, 1, 0, 0, 0], 3) == pytest.approx(0.9)  # 1 - C(3,3)/C(5,3) = 1 - 1/10
     assert pass_at_k([0, 0, 0], 3) == 0
     assert pass_at_k([0, 0, 1], 3) == 1
+    # the paper's AIME24: 3 right of 16
+    three = [1] * 3 + [0] * 13
+    assert pass_at_k(three, 1) == pytest.approx(3 / 16)
+    assert pass_at_k(three, 4) == pytest.approx(1 - (13 * 12 * 11 * 10) / (16 * 15 * 14 * 13))  # 1 - 715/1820
+    assert (pass_at_k(three, 13), pass_at_k(three, 14)) == (pytest.approx(1 - 1 / 560), 1)
     # 8 samples where 16 were asked for, 4 of them right: the real count is what counts
     eight = [True] * 4 + [False] * 4
     assert pass_at_k(eight, 1) == 0.5

@@ -308,6 +308,34 @@ def test_a_run_of_four_equals_runs_of_one(run: Any, method: str, monkeypatch: py
     assert (again, same) == (four, rows)
 
 
+def test_the_same_seed_is_the_same_text(run: Any, tmp_path: Path) -> None:
+    """In a run of its own, with another limit, and for every number of an answer."""
+    first = run("method=oracle", "limit=2", "task.n=3")[1]
+    again = run("method=oracle", "limit=1", "task.n=3", f"results_dir={tmp_path}/again")[1]
+    assert [row["prediction"] for row in again] == [row["prediction"] for row in first[:1]]
+    five = run("method=oracle", "limit=1", "task.n=5")[1]
+    assert five[0]["prediction"][:3] == first[0]["prediction"]
+
+
+def test_answers_whose_first_token_is_the_method_s(run: Any) -> None:
+    """Each answer of the batch is fed the last token of the prompt."""
+    dense, sparse = (
+        run("method=fkv", "limit=1", "task.n=3", *more)[1][0] for more in ([], ["protocol.first_token=sparse"])
+    )
+    assert sparse["prediction"] == dense["prediction"]
+    assert sparse["prefill_tokens"] == dense["prefill_tokens"] - 1
+    assert sparse["scores"]["prefill_tokens"] == dense["scores"]["prefill_tokens"]  # Table 3's: of the prompt
+
+
+def test_rows_without_text_hold_no_answer(run: Any) -> None:
+    whole = run("method=fkv", "limit=1", "task.n=2", "task.max_new_tokens=9")
+    silent = run("method=fkv", "limit=1", "task.n=2", "task.max_new_tokens=9", "store_text=false", "seed=3")[1][0]
+    assert silent["prediction"] is None
+    assert not {"answer", "box"} & {*silent["fields"], *silent["scores"]}
+    assert silent["fields"]["unique_id"] == "a"
+    assert {"answer", "box"} <= {*whole[1][0]["fields"], *whole[1][0]["scores"]}
+
+
 def test_another_seed_is_another_text(run: Any) -> None:
     def texts(*overrides: str) -> list[list[str]]:
         return [row["prediction"] for row in run("method=fkv", "limit=1", *overrides)[1]]

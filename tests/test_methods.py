@@ -34,12 +34,14 @@ from fasa_bench.methods.tova import Tova
 from fasa_bench.rope import Rope
 from fasa_bench.segments import Packing
 from fasa_bench.session import Session
+from fasa_bench.split import SplitRows
 
 METHODS: dict[str, Callable[[], Method]] = {
     "oracle": lambda: Oracle("oracle"),
     "fasa_c": lambda: FasaC("fasa_c"),
     "fasa_c_adjacent": lambda: FasaC("fasa_c", pairing="adjacent", n_tip=2),
     "fasa_plus": lambda: FasaC("fasa_plus", fc_granularity="kv_head", token_granularity="kv_head", recent=4, sinks=1),
+    "fasa_softmax": lambda: FasaC("fasa_plus", token_granularity="kv_head", share="softmax"),
     "fasa_c_single_dimensions": lambda: FasaC("fasa_c", pairing="single", n_tip=0.5),
     "snapkv": lambda: SnapKV("snapkv", window=3, kernel=3, interval=1),
     "snapkv_query_head": lambda: SnapKV("snapkv", window=3, kernel=3, interval=1, heads="query_head", pooling="avg"),
@@ -84,7 +86,10 @@ class FakeCalibration:
 
 
 def ready(name: str, network: LlamaForCausalLM) -> Method:
-    method = METHODS[name]()
+    return prepared(METHODS[name](), network)
+
+
+def prepared(method: Method, network: LlamaForCausalLM) -> Method:
     model = SimpleNamespace(config=network.config, rope=Rope.of(network))
     method.prepare(model, FakeCalibration())  # type: ignore[arg-type]
     return method
@@ -227,6 +232,19 @@ def test_a_question_in_one_call_equals_token_by_token(name: str, network: LlamaF
     torch.testing.assert_close(together, single, atol=1e-5, rtol=1e-5)
 
 
+def fill_unused(layer: KVLayer, value: float) -> None:
+    own = layer._own
+    assert own is not None
+    if isinstance(own, SplitRows):
+        lead, tail = own.buffer.lead, own.buffer.tail
+        unused = torch.full((own.batch, own.heads, lead.capacity - own.tokens, own.split.lead), value)
+        lead.write(own.tokens, unused)
+        tail[:, :, own.tokens :] = value
+    else:
+        own.buffer.keys[:, :, own.tokens :] = value
+        own.buffer.values[:, :, own.tokens :] = value
+
+
 @sparse
 def test_the_unused_tail_of_a_buffer_is_never_read(name: str, network: LlamaForCausalLM, prompt: list[int]) -> None:
     method = ready(name, network)
@@ -237,9 +255,7 @@ def test_the_unused_tail_of_a_buffer_is_never_read(name: str, network: LlamaForC
             with prefilled.fork(method, 9) as decoder:
                 for token in prompt[33:]:
                     for layer in decoder.cache.layers:
-                        assert layer._own is not None
-                        layer._own.buffer.keys[:, :, layer._own.tokens :] = poison
-                        layer._own.buffer.values[:, :, layer._own.tokens :] = poison
+                        fill_unused(layer, poison)
                     decoder.step(torch.tensor([[token]]))
                 return decoder.logits
 
@@ -274,7 +290,9 @@ def test_samples_of_one_prompt_equal_single_runs(name: str, network: LlamaForCau
         with prefilled.fork(method, 9, samples=3) as decoder:
             together = torch.stack([decoder.step(tokens[:, None]) for tokens in following.T], dim=1)
             shared = decoder.cache.layers[0].segments[0]
-            if shared.tokens == 33:  # nothing was evicted: the prompt is stored once
+            if isinstance(shared, SplitRows):  # a copy of the prompt, stored once
+                assert (shared.tokens, shared.batch) == (33, 1)
+            elif shared.tokens == 33:  # nothing was evicted: the prompt is stored once
                 assert shared is prefilled.cache.layers[0].segments[0]
     torch.testing.assert_close(together, torch.stack(alone), atol=1e-5, rtol=1e-5)
 
@@ -447,11 +465,15 @@ def test_fasa_shares_chunks_in_a_kv_head(network: LlamaForCausalLM) -> None:
     model = SimpleNamespace(config=network.config, rope=Rope.of(network))
     shared = FasaC("fasa_plus", n_tip=3, fc_granularity="kv_head")
     shared.prepare(model, FakeCalibration())  # type: ignore[arg-type]
-    assert torch.equal(shared._mask[:, 0], shared._mask[:, 1])
-    assert not torch.equal(shared._mask[:, 1], shared._mask[:, 2])
+    masks = torch.stack([dominant.mask[:, 0] for dominant in shared._layers])  # [layers, Hq, d]
+    assert torch.equal(masks[:, 0], masks[:, 1])
+    assert not torch.equal(masks[:, 1], masks[:, 2])
     mean = FakeCalibration().agreement(model, "rope")[:, :2].mean(1)
     best = mean.topk(3, dim=-1).indices
-    assert shared._mask[0, 0].nonzero().flatten().tolist() == sorted([*best[0].tolist(), *(best[0] + 8).tolist()])
+    chosen = sorted([*best[0].tolist(), *(best[0] + 8).tolist()])
+    assert masks[0, 0].nonzero().flatten().tolist() == chosen
+    assert shared._layers[0].lead == 6
+    assert sorted(shared._layers[0].order[0, :6].tolist()) == chosen  # which lie in front
 
 
 def test_n_tip_over_the_number_of_chunks_is_refused(network: LlamaForCausalLM) -> None:

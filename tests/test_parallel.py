@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import runpy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,14 +13,17 @@ import torch
 from transformers import LlamaForCausalLM
 
 from fasa_bench import attention, session
+from fasa_bench.errors import UserError
 from fasa_bench.method import Method, top_mask
 from fasa_bench.methods.full import FullKV
 from fasa_bench.methods.snapkv import SnapKV
 from fasa_bench.session import Decoder, Session
+from tests.conftest import ROOT
 from tests.test_methods import METHODS, ready
 
 ONE_PASS = {
     *("oracle", "fasa_c", "fasa_c_adjacent", "fasa_plus", "fasa_c_single_dimensions", "loki", "loki_pre"),
+    "fasa_softmax",
     *("random", "random_all", "streamingllm", "quest", "quest_forced", "quest_tokens", "sparq", "sparq_plain"),
 }
 PREFILL, END = 24, 40
@@ -135,6 +141,30 @@ def test_top_mask_by_hand() -> None:
     assert top_mask(scores, visible, 3, sinks=2).tolist() == [[[[1, 1, 1, 0, 0, 0], [1, 1, 0, 0, 0, 1]]]]
     assert torch.equal(top_mask(scores, visible, 5)[0, 0, 0], visible[0, 0, 0])
     assert torch.equal(top_mask(scores, visible, 9), visible)
+
+
+def test_top_mask_takes_infinite_scores() -> None:
+    """Half precision overflows: what is hidden stays hidden, whatever its score."""
+    scores = torch.tensor([1.0, -torch.inf, 2, torch.inf, 3, torch.inf]).expand(1, 1, 2, 6)
+    visible = torch.tensor([[[[True] * 5 + [False], [True, True, True, False, True, False]]]])
+    assert top_mask(scores, visible, 2).tolist() == [[[[0, 0, 0, 1, 1, 0], [0, 0, 1, 0, 1, 0]]]]
+
+
+def test_the_script_that_measures_both_modes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "modes.json"
+    script = runpy.run_path(str(ROOT / "benchmarks" / "perplexity_modes.py"))
+    sizes = ["--prefill", "64", "--decode", "12", "--windows", "2", "--budget", "16"]
+    script["main"](["--model", "tiny", "--methods", "fkv", "oracle", *sizes, "--out", str(out)])
+    measured = json.loads(out.read_text())["methods"]
+    assert list(measured) == ["fkv", "oracle"]
+    for row in measured.values():
+        assert len(row["per_window"]) == 2
+        assert row["max_nll_difference"] < 1e-4
+        for window in row["per_window"]:
+            assert window["speedup"] == pytest.approx(window["stepwise_s"] / window["parallel_s"])
+    assert len(capsys.readouterr().out.splitlines()) == 4
+    with pytest.raises(UserError, match=r"task\.mode='parallel' is not allowed: h2o"):
+        script["main"](["--model", "tiny", "--methods", "h2o"])
 
 
 def test_top_mask_never_reads_more_than_the_budget() -> None:

@@ -101,6 +101,75 @@ def test_begin_token_comes_on_top(model: Model, folder: Path) -> None:
     assert (plain[0].fields["begin_token"], begun[0].fields["begin_token"]) == (False, True)
 
 
+class Letters:
+    """Model and tokenizer in one: a token is a character; the tokenizer puts 94, its begin token, before a text."""
+
+    name, max_input, bos_token_id, config = "letters", 10**6, 94, None
+
+    def __init__(self) -> None:
+        self.tokenizer = self
+
+    def __call__(self, text: str, add_special_tokens: bool = True, verbose: bool = True) -> dict[str, list[int]]:
+        return {"input_ids": [94] * add_special_tokens + [ord(char) for char in text]}
+
+
+@pytest.mark.parametrize(
+    ("setting", "texts", "marked"),
+    [
+        ("auto", ["^abcd", "^efgh", "^mnop"], [True, True, True]),
+        (True, ["^abcd", "^efgh", "^mnop"], [True, True, True]),
+        (False, ["abcd", "efgh", "mnop"], [False, False, False]),
+        ("once", ["^abc", "defg", "^mno"], [True, False, True]),
+    ],
+)
+def test_begin_token_as_the_tokenizer_puts_it(tmp_path: Path, setting: Any, texts: list[str], marked: Any) -> None:
+    """Two documents; `once` (authors' code) is inside the first window, the others are in front of each."""
+    rows = [{"text": "abcdefghij"}, {"text": "mnopq"}]
+    (tmp_path / "two.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    made = examples(Letters(), path=str(tmp_path), prefill=2, decode=2, special_tokens=setting)  # type: ignore[arg-type]
+    assert ["".join(map(chr, [*one.prompt_ids, *(one.target_ids or [])])) for one in made] == texts
+    assert [one.fields["begin_token"] for one in made] == marked
+
+
+def test_joined_documents_are_tokenised_only_as_far_as_needed(tmp_path: Path) -> None:
+    """The same windows as of the whole text, at most so many times their length in characters read."""
+    read: list[int] = []
+
+    class Counting(Letters):
+        def __call__(self, text: str, *args: Any, **kwargs: Any) -> dict[str, list[int]]:
+            read.append(len(text))
+            return super().__call__(text, *args, **kwargs)
+
+    texts = [f"document {number} of many. " * 5 for number in range(2000)]
+    (tmp_path / "many.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    settings: dict[str, Any] = {"path": str(tmp_path), "documents": "joined", "special_tokens": False, "prefill": 40}
+    few = examples(Counting(), windows=5, **settings)  # type: ignore[arg-type]
+    assert max(read) < 20 * 5 * 43 < len("".join(texts)) / 10
+    assert all_ids(few) == [ord(char) for char in "\n\n".join(texts)[: 5 * 43]]
+    assert len(examples(Counting(), **settings)) == len("\n\n".join(texts)) // 43  # type: ignore[arg-type]
+
+
+def test_separate_documents_are_scored_as_each_alone(tmp_path: Path) -> None:
+    """Nothing of one document is left when the next one is scored: nats and tokens add up."""
+    documents = {"a.txt": " one two three" * 9, "b.txt": " night and day and" * 12}
+    runs = {}
+    for name, files in (("both", ["a.txt", "b.txt"]), ("a", ["a.txt"]), ("b", ["b.txt"])):
+        (tmp_path / name).mkdir()
+        for file in files:
+            (tmp_path / name / file).write_text(documents[file])
+        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+            overrides = ["model=tiny", "logger=none", "task=ppl", "method=oracle", "budget=4", "task.prefill=8"]
+            overrides += ["task.decode=3", f"task.path={tmp_path / name}", f"results_dir={tmp_path / 'results'}"]
+            made = runner.run(runner.Job.of(compose("config", overrides)))
+        rows = [json.loads(line) for line in (made / "predictions.jsonl").read_text().splitlines()]
+        metric = json.loads((made / "summary.json").read_text())["metrics"]["perplexity"]["value"]
+        runs[name] = metric, sum(row["scores"]["tokens"] for row in rows)
+    weighted = sum(math.log(metric) * tokens for metric, tokens in (runs["a"], runs["b"]))
+    assert runs["both"][1] == runs["a"][1] + runs["b"][1]
+    assert runs["a"][0] != pytest.approx(runs["b"][0], rel=1e-3)
+    assert math.log(runs["both"][0]) == pytest.approx(weighted / runs["both"][1], rel=1e-9)
+
+
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [

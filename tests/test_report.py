@@ -12,11 +12,12 @@ import pandas as pd
 import pytest
 
 from fasa_bench import report
+from fasa_bench.comparison import differences
 from fasa_bench.errors import UserError
 from fasa_bench.figures import GREY, figure
 from fasa_bench.report import main, print_table, write_figures, write_tables
 from fasa_bench.store import Run, RunStore, find_runs, load_run, run_id
-from fasa_bench.tables import grouped, interval, number, table
+from fasa_bench.tables import difference, grouped, interval, number, table
 
 MIB = 2**20
 PPL = {"perplexity": {"value": 16.703, "ci_low": 15.94, "ci_high": 17.61, "n": 8}}
@@ -35,14 +36,17 @@ def make(
     ms: float = 41.25,
     host: int = 0,
     examples: int = 2,
+    rows: list[dict[str, Any]] | None = None,
+    config: dict[str, Any] | None = None,
     **settings: Any,
 ) -> Run:
-    """Store a run; status None: it is going on and has no summary."""
+    """Store a run; status None: it is going on and has no summary. config: more of it."""
     section = {"name": method, **settings}
-    config = {"model": {"name": model}, "task": {"_target_": f"x.{task}.T"}, "method": section, "budget": budget}
-    with RunStore(root, run_id(config), config) as run:
+    whole = {"model": {"name": model}, "task": {"_target_": f"x.{task}.T"}, "method": section, "budget": budget}
+    whole |= config or {}
+    with RunStore(root, run_id(whole), whole) as run:
         for index in range(examples):
-            run.append({"id": str(index), "prompt_tokens": 700 + 300 * index})
+            run.append({"id": str(index), "prompt_tokens": 700 + 300 * index, **(rows[index] if rows else {})})
         if status is not None:
             time = {"median": ms, "p25": ms - 1, "p75": ms + 2, "n": 50}
             run.write_summary(
@@ -180,6 +184,9 @@ def test_headline_metrics_leave_out_parts_and_counts(tmp_path: Path) -> None:
     (group,) = grouped(runs)
     assert group.metrics == ["qasper", "hotpotqa", "lcc", "trec", "avg"]
     assert group.main_metrics(3) == ["qasper", "hotpotqa", "avg"]
+    names += ["avg_table2", "avg_english", "avg_chinese"]
+    runs = [make(tmp_path, "fkv", None, {name: score(50.0) for name in names}, task="all")]
+    assert grouped(runs)[0].main_metrics(3) == ["avg", "avg_table2", "avg_english"]
     assert "n_empty" not in table(runs)
 
 
@@ -236,6 +243,108 @@ def test_latex_signs_are_escaped(tmp_path: Path) -> None:
     runs = [make(tmp_path, "a&b%c#d$e{f}g~h^i\\j", 1, PPL)]
     latex = write_tables(tmp_path, runs)[1].read_text("utf-8")
     assert r"a\&b\%c\#d\$e\{f\}g\textasciitilde{}h\textasciicircum{}i\textbackslash{}j & 1 &" in latex
+
+
+# --- difference to full KV
+
+
+def passkeys(root: Path, method: str, budget: int | None, found: dict[str, int], **identity: Any) -> Run:
+    """A run of the embedded task's pass keys; found: {number of the key: 0 or 1}."""
+    rows = [
+        {"id": f"passkey/{key}", "fields": {"group": "passkey"}, "scores": {"passkey": value}}
+        for key, value in found.items()
+    ]
+    task = {"_target_": "fasa_bench.tasks.stdlib.Stdlib", "parts": ["passkey"]}
+    same = {"model": 1, "task": 2, "protocol": 3, "seed": 0, "cache": None, "limit": len(rows)}
+    config = {"task": task, "identity": {**same, **identity}}
+    metrics = {"passkey": score(100 * sum(found.values()) / len(found), n=len(found))}
+    return make(root, method, budget, metrics, rows=rows, examples=len(rows), task="stdlib", config=config)
+
+
+def all_right(count: int) -> dict[str, int]:
+    return {str(key): 1 for key in range(count)}
+
+
+def test_differences_are_over_the_examples_that_both_have(tmp_path: Path) -> None:
+    passkeys(tmp_path, "fkv", None, all_right(6))
+    passkeys(tmp_path, "fasa_c", 64, {"0": 1, "1": 0, "2": 0, "3": 0, "4": 1, "99": 0})
+    passkeys(tmp_path, "oracle", 64, all_right(6))
+    markdown, latex, csv = (path.read_text("utf-8") for path in write_tables(tmp_path))
+    # of 5 pairs three differ by 100: of their 8 signs two reach that; five pairs have 32 signs: p = 8/32
+    assert "| method | budget | passkey ↑ (n=5–6) |" in markdown
+    assert "| fasa_c | 64 | -60.0 [-100, -20.0] p=0.250 |" in markdown
+    assert "| oracle | 64 | 0.00 [0.00, 0.00] p=1.000 |" in markdown
+    assert r"fasa\_c & 64 & -60.0 [-100, -20.0] p=0.250 \\" in latex
+    frame = pd.read_csv(io.StringIO(csv)).set_index("method")
+    row = frame.loc["fasa_c"]
+    assert row[["passkey.difference", "passkey.difference_low", "passkey.p_value", "passkey.pairs"]].tolist() == [
+        -60,
+        -100,
+        0.25,
+        5,
+    ]
+    assert pd.isna(frame.loc["fkv", "passkey.difference"])
+
+
+def test_the_run_to_compare_with_has_the_same_settings(tmp_path: Path) -> None:
+    """Another model, task, data, protocol or seed, or a quantised cache, is no full KV to compare with."""
+    mine = passkeys(tmp_path, "fasa_c", 64, {"0": 0, "1": 0})
+    for key in ("model", "task", "protocol", "seed"):
+        passkeys(tmp_path, "fkv", None, all_right(2), **{key: "other"})
+    passkeys(tmp_path, "fkv", None, all_right(2), cache={"bits": 4})
+    assert differences(find_runs(tmp_path)) == {}
+    assert "| fasa_c | 64 | no full-KV run |" in write_tables(tmp_path)[0].read_text("utf-8")
+    assert "no full-KV run" not in str(print_to_text(find_runs(tmp_path)))
+    few = passkeys(tmp_path, "fkv", None, all_right(1))
+    assert differences([mine, few])[mine.folder]["passkey"] == {
+        "difference": -100.0,
+        "ci_low": None,
+        "ci_high": None,
+        "p_value": None,
+        "n": 1,
+    }
+    passkeys(tmp_path, "fkv", None, all_right(3), limit=3)  # shares more with ours, and wins
+    assert differences(find_runs(tmp_path))[mine.folder]["passkey"]["n"] == 2
+
+
+def print_to_text(runs: list[Run]) -> str:
+    file = io.StringIO()
+    print_table(runs, file)
+    return file.getvalue()
+
+
+def test_the_overview_has_the_differences_too(tmp_path: Path) -> None:
+    passkeys(tmp_path, "fkv", None, all_right(6))
+    passkeys(tmp_path, "fasa_c", 64, {"0": 1, "1": 0, "2": 0, "3": 0, "4": 1})
+    text = print_to_text(find_runs(tmp_path))
+    assert max(map(len, text.splitlines())) <= 120
+    assert "-60.0 [-100, -20.0]" in text
+    assert "p=0.250" in text
+
+
+def test_damaged_rows_and_strange_tasks_do_not_stop_a_report(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    full = passkeys(tmp_path, "fkv", None, all_right(6))
+    mine = passkeys(tmp_path, "fasa_c", 64, all_right(6))
+    for row in full.rows[:2]:
+        row.pop("scores")
+    assert differences([full, mine])[mine.folder]["passkey"]["n"] == 4
+    assert "lacks parts of a row and is left out" in caplog.text
+    mine.config["task"]["_target_"] = "gone.Task"
+    assert differences([full, mine])[mine.folder] == {}
+    assert "its task cannot be made" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("entry", "text"),
+    [
+        ({"difference": 3.14159, "ci_low": 1.0, "ci_high": 5.0, "p_value": 0.0004998}, "+3.14 [1.00, 5.00] p<0.001"),
+        ({"difference": -0.05, "ci_low": None, "ci_high": None, "p_value": None}, "-0.05"),
+        ({"difference": None, "ci_low": None, "ci_high": None, "p_value": None}, "-"),
+        (None, "-"),
+    ],
+)
+def test_text_of_a_difference(entry: Any, text: str) -> None:
+    assert difference(entry) == text
 
 
 # --- figure

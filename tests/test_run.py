@@ -71,7 +71,7 @@ def test_a_run_leaves_everything_its_folder_promises(make: Any) -> None:
     assert len({row["id"] for row in rows}) == len(rows) == 6
     timed = sum(len(row["step_ms"]) for row in rows)
     assert summary["latency"]["decode_ms_per_token"]["n"] == timed
-    assert set(summary["latency"]["stages"]) == {"select", "tip", "top_k", "gather", "attend"}
+    assert set(summary["latency"]["stages"]) == {"select", "tip", "top_k", "gather", "attend", "update"}
     assert summary["memory"]["device_bytes"] == max(row["device_bytes"] for row in rows) > 0
     assert summary["deviations"]["method.pairing"]["value"] == "rope"
     assert summary["deviations"]["calibration.k"]["value"] == 32

@@ -87,7 +87,7 @@ def test_the_first_step_is_warm_up(network: LlamaForCausalLM, prompt: list[int])
     assert len(decoder.step_seconds) == 4
     assert decoder.timed_steps == decoder.step_seconds[1:]
     stages = decoder.state.clock.seconds
-    assert set(stages) == {"select", "top_k", "gather", "attend"}
+    assert set(stages) == {"select", "top_k", "gather", "attend", "update"}
     assert 0 < sum(stages.values()) < sum(decoder.step_seconds)
 
 

@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fasa_bench import lead as lead_module
 from fasa_bench.cache import KVLayer
 from fasa_bench.lead import BLOCK, LeadBlocks, LeadRows, make_lead
 from fasa_bench.segments import Packing
-from fasa_bench.split import in_one
+from fasa_bench.split import SplitRows, in_one
 
 H, G, D, R = 2, 3, 12, 5
 
@@ -65,7 +64,8 @@ def test_equals_plain_rows_and_goes_on_growing(
 ) -> None:
     if layout == "rows":  # what an accelerator gets
 
-        def rows(batch: int, heads: int, tokens: int, width: int, like: Tensor) -> LeadRows:
+        def rows(batch: int, heads: int, tokens: int, width: int, like: Tensor, blocks: bool) -> LeadRows:
+            assert blocks  # on a CPU
             return LeadRows(like.new_zeros(batch, heads, tokens, width))
 
         monkeypatch.setattr("fasa_bench.split.make_lead", rows)
@@ -143,6 +143,12 @@ def test_rows_that_will_be_packed_stay_plain() -> None:
 
 
 def test_layout_goes_by_the_device() -> None:
-    assert isinstance(make_lead(1, H, 5, R, torch.empty(0)), LeadBlocks)
-    assert isinstance(make_lead(1, H, 5, R, torch.empty(0, device="meta")), LeadRows)
-    assert make_lead(1, H, BLOCK + 1, R, torch.empty(0)).capacity == lead_module.BLOCK * 2
+    for device, kernels, layout in (("cpu", False, LeadBlocks), ("cpu", True, LeadRows), ("meta", False, LeadRows)):
+        layer = KVLayer(0)
+        rows = torch.zeros(1, H, BLOCK + 1, D, device=device)
+        layer.append(rows, rows, torch.zeros(1, BLOCK + 1, dtype=torch.long, device=device))
+        layer.split(torch.arange(D).expand(H, D), R, kernels)
+        (found,) = layer.segments
+        assert isinstance(found, SplitRows)
+        assert isinstance(found.buffer.lead, layout)
+    assert make_lead(1, H, BLOCK + 1, R, torch.empty(0), blocks=True).capacity == 2 * BLOCK

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 import scipy.stats
 
 from fasa_bench import statistics
-from fasa_bench.statistics import bootstrap, paired_bootstrap, quantiles
+from fasa_bench.statistics import Sample, bootstrap, paired_bootstrap, quantiles
 
 
 def ratio(sample: np.ndarray) -> float:
@@ -141,3 +143,78 @@ def test_quantiles_by_hand() -> None:
     assert quantiles([4, 1, 3, 2]) == {"median": 2.5, "p25": 1.75, "p75": 3.25, "n": 4}
     assert quantiles([7.0]) == {"median": 7.0, "p25": 7.0, "p75": 7.0, "n": 1}
     assert quantiles([]) == {"median": None, "p25": None, "p75": None, "n": 0}
+
+
+def named(values: Sequence[Any], prefix: str = "") -> dict[str, Any]:
+    return {f"{prefix}{place}": value for place, value in enumerate(values)}
+
+
+def test_mean_of_groups_has_the_interval_of_its_standard_error() -> None:
+    rng = np.random.default_rng(0)
+    groups = [rng.normal(mean, spread, size) for mean, spread, size in ((0, 1, 200), (10, 5, 50), (20, 2, 400))]
+    for weights in (None, [2, 1, 1]):
+        shares = np.array(weights or [1, 1, 1]) / sum(weights or [1, 1, 1])
+        result = Sample([named(group) for group in groups], weights=weights).metric()
+        error = np.sqrt(sum((shares * [np.std(group) / np.sqrt(len(group)) for group in groups]) ** 2))
+        assert result["value"] == pytest.approx(shares @ [np.mean(group) for group in groups])
+        assert result["ci_low"] == pytest.approx(result["value"] - 1.96 * error, abs=0.15 * error)
+        assert result["ci_high"] == pytest.approx(result["value"] + 1.96 * error, abs=0.15 * error)
+        assert result["n"] == 650
+
+
+def test_groups_without_value_or_spread() -> None:
+    blank = {"value": None, "ci_low": None, "ci_high": None}
+    assert Sample([{}, {"a": 1.0}]).metric() == {**blank, "n": 1}
+    assert Sample([]).metric() == {**blank, "n": 0}
+    assert Sample([named([1.0, 2.0]), {"c": 3.0}]).metric() == {**blank, "value": 2.25, "n": 3}
+
+
+def test_a_sample_pairs_what_both_have() -> None:
+    ours = Sample([{"a": 2.0, "b": 4.0, "c": 6.0, "only ours": 90.0}])
+    theirs = Sample([{"only theirs": -50.0, "c": 3.0, "b": 2.0, "a": 1.0}])
+    assert ours.minus(theirs) == paired_bootstrap([2, 4, 6], [1, 2, 3])
+    assert ours.minus(Sample([{"x": 1.0}])) == {
+        "difference": None,
+        "ci_low": None,
+        "ci_high": None,
+        "p_value": None,
+        "n": 0,
+    }
+
+
+def test_a_difference_of_averages_by_hand() -> None:
+    """Two data sets of two examples: differences 1, 3 and 0, 0; the mean is 1, weights make it 1.5."""
+    ours = [{"a": 2.0, "b": 5.0}, {"c": 7.0, "d": 8.0}]
+    theirs = [{"a": 1.0, "b": 2.0}, {"c": 7.0, "d": 8.0}]
+    plain = Sample(ours).minus(Sample(theirs))
+    assert (plain["difference"], plain["n"]) == (1.0, 4)
+    # of the 16 swaps the last two examples do not matter, and of the first two only none and both reach 1
+    assert plain["p_value"] == 0.5
+    assert (plain["ci_low"], plain["ci_high"]) == (0.5, 1.5)
+    weighted = Sample(ours, weights=[0.75, 0.25]).minus(Sample(theirs, weights=[0.75, 0.25]))
+    assert weighted["difference"] == 1.5
+    missing = Sample([*ours, {}]).minus(Sample([*theirs, {"e": 1.0}]))
+    assert (missing["difference"], missing["p_value"]) == (None, None)
+    single = Sample([*ours, {"e": 1.0}]).minus(Sample([*theirs, {"e": 1.0}]))
+    assert single["difference"] == pytest.approx(2 / 3)
+    assert (single["ci_low"], single["p_value"]) == (None, None)
+
+
+def test_a_difference_of_perplexities_is_of_totals() -> None:
+    """exp(6/4) - exp(4/4), not a mean of the windows' differences; both values of a window are drawn together."""
+    ours, theirs = Sample([{"a": (3, 1), "b": (3, 3)}], ratio), Sample([{"a": (1, 1), "b": (3, 3)}], ratio)
+    result = ours.minus(theirs)
+    assert result["difference"] == pytest.approx(math.exp(1.5) - math.exp(1.0))
+    assert result["ci_low"] == 0  # window b twice: the same in both runs
+    assert result["ci_high"] == pytest.approx(math.exp(3) - math.exp(1))
+    assert result["p_value"] == 1.0  # window a alone differs, either way round
+    rng = np.random.default_rng(0)
+    hard = rng.normal(300, 40, 30)  # windows differ far more than the methods do
+    full = Sample([named([(nll, 100) for nll in hard])], ratio)
+    worse = Sample([named([(nll + extra, 100) for nll, extra in zip(hard, rng.normal(3, 1, 30), strict=True)])], ratio)
+    result = worse.minus(full)
+    assert result["difference"] == pytest.approx(
+        ratio(np.array([(n, 100) for n in hard])) * (math.exp(0.03) - 1), rel=0.2
+    )
+    assert 0 < result["ci_low"] < result["difference"] < result["ci_high"]
+    assert result["p_value"] == pytest.approx(1 / 2001)

@@ -210,23 +210,19 @@ def _step(state: Reading, method: Method, layer: KVLayer, query: Tensor) -> Tens
     """One decode step of one layer: select, attend, update. query [b, Hq, 1, d] -> [b, 1, Hq, d]."""
     slots = None
     if _chooses(method, layer):
+        done = method.step(layer, query)
+        if done is not None:
+            state.tally.count(layer, done[1])
+            return done[0]
         with stage("select"):
             slots = method.select(layer, query)
-    if slots is None and not method.uses_weights:
-        whole = layer.read_whole()
-        if whole is not None:
-            with stage("attend"):
-                output = dense(query, *whole, layer.scale)
-            state.tally.count(layer, layer.length)
-            return output
     with stage("attend"):
-        output, weights, attended = attend(layer, query, slots, method.ragged)
+        output, weights, attended = attend(layer, query, slots, method.ragged, method.uses_weights)
         if slots is not None:
             output = method.combine(layer, query, output)
     state.tally.count(layer, attended)
-    if method.uses_weights:
-        with stage("update"):
-            method.decoded(layer, query, weights)
+    with stage("update"):
+        method.decoded(layer, query, weights)
     return output
 
 
@@ -266,12 +262,22 @@ def dense(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
     return output.reshape(query.shape).transpose(1, 2)
 
 
-def attend(layer: KVLayer, query: Tensor, slots: Tensor | None, ragged: bool = False) -> tuple[Tensor, Tensor, float]:
-    """Exact attention over the given slots [b, H or Hq, 1, m], or over everything, with its weights.
+def attend(
+    layer: KVLayer, query: Tensor, slots: Tensor | None, ragged: bool = False, weigh: bool = True
+) -> tuple[Tensor, Tensor | None, float]:
+    """Exact attention over the given slots [b, H or Hq, 1, m], or over everything. Softmax in float32.
 
-    ragged: a slot of -1 stands for nothing, so that rows may read different numbers of tokens. Softmax in float32.
-    Returns the output [b, 1, Hq, d], the weights [b, Hq, m] and the mean number of tokens a head read.
+    ragged: a slot of -1 stands for nothing, so that rows may read different numbers of tokens.
+    weigh: whether the weights are wanted.
+    Returns the output [b, 1, Hq, d], the weights [b, Hq, m] or None, and the mean number of tokens a head read.
     """
+    # as full KV does while nothing has been evicted, to the last bit; weights cost another pass over the keys then
+    everything = slots is None and (not weigh or layer.length == layer.seen)
+    whole = layer.read_whole() if everything else None
+    if whole is not None:
+        output = dense(query, *whole, layer.scale)
+        weights = torch.softmax(layer.dot(query)[:, :, 0].float() * layer.scale, dim=-1) if weigh else None
+        return output, weights, float(layer.length)
     visible: Tensor | None
     if slots is None:
         scores, chosen, visible = layer.dot(query), None, layer.real
@@ -295,5 +301,5 @@ def attend(layer: KVLayer, query: Tensor, slots: Tensor | None, ragged: bool = F
         scores = scores.masked_fill(~visible[:, :, None], torch.finfo(scores.dtype).min)
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32)
     rounded = weights.to(query.dtype)
-    output = layer.mix(rounded) if chosen is None else product(rounded, chosen.values)
-    return output.transpose(1, 2), weights[:, :, 0], attended
+    output = (layer.mix(rounded) if chosen is None else product(rounded, chosen.values)).transpose(1, 2)
+    return output, weights[:, :, 0], attended

@@ -150,6 +150,18 @@ class KVLayer:
         """A query [b, Hq, q, d] in the parts in which keys are stored: one, or leading and other dimensions apart."""
         return (query,) if self._split is None else self._split.parts(query)
 
+    def read_split(self, chosen: int) -> SplitRows | None:
+        """The rows of a split layer, for a kernel; None if they lie in several pieces or hold padding.
+
+        Counts as read: the leading dimensions of all tokens, and for `chosen` tokens of each sequence, over all heads,
+        whole keys and values.
+        """
+        if self._frozen or self.padded or not isinstance(self._own, SplitRows):
+            return None
+        rows = self._own
+        self.read_bytes += rows.lead_bytes + 2 * self.batch * chosen * rows.split.order.shape[1] * rows.values.itemsize
+        return rows
+
     def choose(self, slots: Tensor) -> Chosen:
         """Keys, in the parts in which they are stored, and values of the given slots [b, heads, m].
 
@@ -243,14 +255,16 @@ class KVLayer:
     def is_split(self) -> bool:
         return self._split is not None
 
-    def split(self, order: Tensor, lead: int) -> None:
+    def split(self, order: Tensor, lead: int, kernels: bool = False) -> None:
         """Store the first `lead` of the key dimensions `order` [H, d] apart from the others, from now on.
 
-        Rows that are going to be packed stay as they are.
+        kernels: in the layout that kernels read. Rows that are packed or going to be, and a prompt that samples share
+        already, stay as they are.
         """
-        if self.packing.bits < 16:
+        if self.packing.bits < 16 or self._frozen:
             return
-        self._split = Split(order.to(self.device), lead)
+        blocks = self.device.type == "cpu" and not kernels
+        self._split = Split(order.to(self.device), lead, blocks)
         self._frozen, self._own = [], self._fresh(self.keys, self.values, self.positions, self.spare)
 
     def keep(self, slots: Tensor) -> None:

@@ -150,7 +150,7 @@ class AgreementRecorder(Method):
         self._sums: dict[int, Tensor] = {}
         self._steps: dict[int, int] = {}
 
-    def decoded(self, layer: KVLayer, query: Tensor, weights: Tensor) -> None:
+    def decoded(self, layer: KVLayer, query: Tensor, weights: Tensor | None) -> None:
         found = contextual_agreement(query, layer.keys, self.units.to(query.device), self.k)[0].double().cpu()
         self._sums[layer.index] = self._sums.get(layer.index, 0) + found
         self._steps[layer.index] = self._steps.get(layer.index, 0) + 1

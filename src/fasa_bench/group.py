@@ -88,7 +88,7 @@ def _walk(lanes: Sequence[Lane]) -> None:
         examples = job.shard.of_examples(examples)
     for lane in lanes:
         with lane.failing():
-            lane.examples = {example.id: example for example in examples}
+            lane.examples = {example.id: example for example in lane.job.protocol.apply(examples, job.model)}
     if any(lane.waiting for lane in lanes):
         network = job.model.network
         for lane in lanes:
@@ -148,7 +148,8 @@ class Lane:
         self.name = run_id(identity)
         self.folder = job.results_dir / "runs" / self.name
         self._report = report
-        self._store = RunStore(job.results_dir, self.name, job.config | {"identity": identity})
+        settings = job.config | {"identity": identity}
+        self._store = RunStore(job.results_dir, self.name, settings, lambda row: runner.is_whole(job, row))
         self._tracker = Tracker.of(job.config["logger"], self.name, job.config, job.results_dir)
         self._stack = contextlib.ExitStack()
         self._peak_bytes = 0  # of the processes of shards

@@ -18,6 +18,7 @@ import fasa_bench
 from fasa_bench.calibration import Calibration
 from fasa_bench.method import Method
 from fasa_bench.models import Model
+from fasa_bench.protocol import Protocol
 from fasa_bench.segments import Packing
 from fasa_bench.task import Task
 
@@ -32,6 +33,7 @@ def identity_of(
     method: Method,
     calibration: Calibration,
     packing: Packing,
+    protocol: Protocol,
     *,
     budget: int | float | None,
     seed: int,
@@ -44,12 +46,15 @@ def identity_of(
             "transformers": transformers.__version__,
             PACKAGE: fasa_bench.__version__,
         },
-        "code": code_fingerprint(f"{PACKAGE}.session", type(method).__module__, type(task).__module__),
+        "code": code_fingerprint(
+            f"{PACKAGE}.session", f"{PACKAGE}.protocol", type(method).__module__, type(task).__module__
+        ),
         "model": model.identity(),
         "method": {"class": type(method).__qualname__, **asdict(method)},
         "task": {"class": type(task).__qualname__, **task.identity(), "data": task.fingerprint()},
         "calibration": calibration.identity() if method.uses_calibration else None,
         "cache": asdict(packing) if packing.bits < 16 else None,
+        "protocol": asdict(protocol),
         "budget": budget,
         "seed": seed,
         "limit": limit,

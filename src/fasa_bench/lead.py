@@ -41,9 +41,9 @@ class Lead(Protocol):
         ...
 
 
-def make_lead(batch: int, heads: int, tokens: int, width: int, like: Tensor) -> Lead:
+def make_lead(batch: int, heads: int, tokens: int, width: int, like: Tensor, blocks: bool) -> Lead:
     """Room for so many tokens at least, in the type and on the device of `like`."""
-    if like.device.type == "cpu":
+    if blocks:
         return LeadBlocks(like.new_zeros(-(-tokens // BLOCK), batch, heads, width, BLOCK))
     return LeadRows(like.new_zeros(batch, heads, tokens, width))
 

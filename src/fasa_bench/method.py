@@ -59,6 +59,7 @@ class Method:
     takes_budget: ClassVar[bool] = True
     uses_calibration: ClassVar[bool] = False
     speed: ClassVar[Literal["physical", "simulated"]] = "physical"  # simulated: reads as much as full KV does
+    uses_weights: ClassVar[bool] = False  # `decoded` needs the weights of attention
     ragged: ClassVar[bool] = False  # `select` may fill rows up with slots of -1
     padding: ClassVar[bool] = True  # works on batches of left-padded prompts of different lengths
     # field name -> how paper, authors' code and ours differ there; logged with every run
@@ -71,11 +72,6 @@ class Method:
     def parallel(self) -> bool:
         """What a step reads depends on its query and the tokens up to it only, and `reads` says it for many at once."""
         return False
-
-    @property
-    def uses_weights(self) -> bool:
-        """`decoded` does something."""
-        return type(self).decoded is not Method.decoded
 
     def observes(self) -> Observation:
         """What `prefill` wants to know of the prompt pass."""
@@ -103,12 +99,22 @@ class Method:
         """
         return visible
 
+    def step(self, layer: KVLayer, query: Tensor) -> tuple[Tensor, int] | None:
+        """Selection and attention in one, for a method with kernels of its own: `select` and `combine` are not asked.
+
+        Called where `select` would be. Output [b, 1, Hq, d] and the tokens that a head read; None to go the usual way.
+        """
+        return None
+
     def combine(self, layer: KVLayer, query: Tensor, output: Tensor) -> Tensor:
         """Change what attention over the selected tokens gave, [b, 1, Hq, d]; not called when everything was read."""
         return output
 
-    def decoded(self, layer: KVLayer, query: Tensor, weights: Tensor) -> None:
-        """After each step: update statistics, or evict. weights [b, Hq, m] over the tokens that were read."""
+    def decoded(self, layer: KVLayer, query: Tensor, weights: Tensor | None) -> None:
+        """After each step: update statistics, or evict.
+
+        weights [b, Hq, m] over the tokens that were read, for a method that `uses_weights`; else perhaps None.
+        """
 
 
 class TopTokens(Method):
@@ -207,7 +213,7 @@ def highest(scores: Tensor, count: int) -> Tensor:
     the entries wanted, and on a CPU a maximum costs far less than a place among the best.
     """
     groups = scores.shape[-1] // GROUP
-    if scores.device.type != "cpu" or groups < 4 * count:
+    if scores.device.type != "cpu" or groups <= 4 * count:
         return scores.topk(count, dim=-1, sorted=False).indices
     whole = scores[..., : groups * GROUP].unflatten(-1, (GROUP, groups))  # a group: every so many-th entry
     group = whole.amax(-2).topk(count, dim=-1, sorted=False).indices
@@ -222,19 +228,28 @@ def top_mask(scores: Tensor, visible: Tensor, budget: int, *, sinks: int = 0, re
 
     visible [b, 1, q, n] bool. A query that sees no more than `budget` tokens gets them all.
     """
+    budget = min(budget, scores.shape[-1])
+    scores = hidden(scores, visible)
     if sinks or recent:
         rank = visible.cumsum(-1)  # 1 for the first token that a query sees
         forced = visible & ((rank <= sinks) | (rank > rank[..., -1:] - recent))
-        scores = scores.masked_fill(forced, torch.inf)
-    scores = scores.masked_fill(~visible, -torch.inf)
-    budget = min(budget, scores.shape[-1])
-    if scores.device.type == "cpu":  # where partition is several times faster than topk
-        least = np.partition(scores.float().numpy(), -budget, axis=-1)[..., -budget, None]
-        read = (scores >= torch.from_numpy(least).to(scores)) & visible
-        if int(read.sum(-1).max()) <= budget:  # else there are ties, of which not all may be read
-            return read
+        scores = scores.clamp(min=torch.where(forced, torch.inf, -torch.inf).to(scores.dtype))
+    if scores.device.type == "cpu":  # where numpy's partition and comparison are several times faster than torch's
+        numbers = scores.float().numpy()
+        parted = np.partition(numbers, -budget, axis=-1)
+        least, next_best = parted[..., -budget, None], parted[..., :-budget].max(-1, keepdims=True, initial=-np.inf)
+        if not ((least == next_best) & (least > -np.inf)).any():  # else there are ties, of which not all may be read
+            return torch.from_numpy(numbers >= np.maximum(least, np.finfo(np.float32).min))
     best = scores.topk(budget, dim=-1, sorted=False).indices
     return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True) & visible
+
+
+def hidden(scores: Tensor, visible: Tensor, least: float = -torch.inf) -> Tensor:
+    """The scores, and at most `least` where nothing is visible: bool, broadcast to them.
+
+    The same as masked_fill, whose time is several times that of clamp where a mask is broadcast on a CPU.
+    """
+    return scores.clamp(max=torch.where(visible, torch.inf, least).to(scores.dtype))
 
 
 def group_softmax(scores: Tensor, layer: KVLayer, visible: Tensor | None = None) -> Tensor:
@@ -245,5 +260,5 @@ def group_softmax(scores: Tensor, layer: KVLayer, visible: Tensor | None = None)
     scaled = scores.float() * layer.scale
     visible = layer.real if visible is None else visible
     if visible is not None:
-        scaled = scaled.masked_fill(~visible, float("-inf"))
+        scaled = hidden(scaled, visible)
     return torch.softmax(scaled, dim=-1).unflatten(1, (layer.heads, -1)).mean(2)

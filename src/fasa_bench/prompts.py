@@ -22,16 +22,19 @@ class Prompts:
 
     def __init__(self, session: Session, wanting: Sequence[tuple[Job, Example]]) -> None:
         self._session = session
-        self._wanting = [(job, example, _ids(example)) for job, example in wanting]
+        self._wanting = wanting
         self._found: dict[tuple[int, ...], Prefilled | Exception] = {}
 
-    def prefilled(self, example: Example) -> Prefilled:
-        """The prompt after its pass; raises for every job what was raised for the first."""
-        ids = _ids(example)
+    def prefilled(self, job: Job, example: Example) -> Prefilled:
+        """The prompt after its pass, as far as the job's protocol wants it dense.
+
+        Raises for every job what was raised for the first.
+        """
+        ids = _dense(job, example)
         if ids not in self._found:
-            same = [(job, other) for job, other, its in self._wanting if its == ids]
+            same = [(job, example) for job, example in self._wanting if _dense(job, example) == ids]
             observe = functools.reduce(Observation.union, (job.method.observes() for job, _ in same))
-            reserve = max(other.room for _, other in same)
+            reserve = max(len(example.prompt_ids) - len(ids) + example.room for _, example in same)
             try:
                 self._found[ids] = self._session.prefill(ids, observe=observe, reserve=reserve)
             except Exception as error:
@@ -42,5 +45,5 @@ class Prompts:
         return found
 
 
-def _ids(example: Example) -> tuple[int, ...]:
-    return tuple(example.prompt_ids)
+def _dense(job: Job, example: Example) -> tuple[int, ...]:
+    return tuple(job.protocol.split(example)[0])

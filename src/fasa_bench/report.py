@@ -20,7 +20,17 @@ from rich.table import Table
 from fasa_bench.errors import UserError
 from fasa_bench.latency_tables import markdown, timings
 from fasa_bench.store import Run, find_runs, load_run, without_parts, write_whole
-from fasa_bench.tables import MISSING, Group, grouped, is_timing, lower_is_better, numbers, span, table
+from fasa_bench.tables import (
+    MISSING,
+    Group,
+    difference_table,
+    grouped,
+    is_timing,
+    lower_is_better,
+    numbers,
+    span,
+    table,
+)
 
 __all__ = ["main", "print_table", "table", "write_figures", "write_tables"]
 
@@ -28,8 +38,13 @@ PRINTED_METRICS = 3  # more do not fit into 120 columns
 WORDS = ("method", "status")  # columns set left
 DETAILS = ["prefill s", "cached tokens", "sparse steps"]  # columns that neither a terminal nor a page has room for
 NOTE = "In brackets: 95 % bootstrap interval over examples. Tokens read: mean per head and decode step."
+PAIRED = "Difference to full KV on the same examples"
+PAIRED_NOTE = (
+    "In brackets: 95 % paired bootstrap interval. p: two-sided paired permutation test, not corrected for how many "
+    "comparisons there are."
+)
 TEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "↓": r"$\downarrow$"}
-TEX |= {"↑": r"$\uparrow$", "–": "--", "·": r"$\cdot$", **{sign: f"\\{sign}" for sign in "&%$#_{}"}}
+TEX |= {"<": "$<$", "↑": r"$\uparrow$", "–": "--", "·": r"$\cdot$", **{sign: f"\\{sign}" for sign in "&%$#_{}"}}
 
 
 def print_table(runs: Sequence[Run], file: IO[str] | None = None) -> None:
@@ -42,19 +57,24 @@ def print_table(runs: Sequence[Run], file: IO[str] | None = None) -> None:
         frame = _frame(group, shown).drop(columns=DETAILS)
         left_out = len(group.metrics) - len(shown)
         more = f" {left_out} more metrics: `python -m fasa_bench.report tables`." if left_out else ""
-        grid = Table(
-            title=_title(group), title_justify="left", caption=f"{NOTE}{more}", caption_justify="left", box=None
+        console.print(_grid(frame, f"{NOTE}{more}", _title(group)), end="\n\n", markup=False)
+        paired = _paired(group, shown)
+        if len(paired) and group.differences:  # else every cell would say that there is nothing to compare with
+            console.print(_grid(paired, PAIRED_NOTE, PAIRED), end="\n\n", markup=False)
+
+
+def _grid(frame: pd.DataFrame, note: str, title: str) -> Table:
+    grid = Table(title=title, title_justify="left", caption=note, caption_justify="left", box=None)
+    for column in frame.columns:
+        grid.add_column(
+            _two_lines(column),
+            justify="left" if column in WORDS else "right",
+            no_wrap=column != "method",
+            overflow="fold",
         )
-        for column in frame.columns:
-            grid.add_column(
-                _two_lines(column),
-                justify="left" if column in WORDS else "right",
-                no_wrap=column != "method",
-                overflow="fold",
-            )
-        for name, *cells in frame.itertuples(index=False):
-            grid.add_row(name, *map(_two_lines, cells))
-        console.print(grid, end="\n\n", markup=False)
+    for name, *cells in frame.itertuples(index=False):
+        grid.add_row(name, *map(_two_lines, cells))
+    return grid
 
 
 def write_tables(results_dir: str | Path, runs: Sequence[Run] | None = None) -> list[Path]:
@@ -142,6 +162,17 @@ def _frame(group: Group, shown: Sequence[str]) -> pd.DataFrame:
     return frame.rename(columns={name: _heading(group, name) for name in shown})
 
 
+def _paired(group: Group, shown: Sequence[str]) -> pd.DataFrame:
+    """The group's part of `difference_table`, ready for people."""
+    found = group.differences.values()
+
+    def heading(metric: str) -> str:
+        counts = [int(pairs[metric]["n"] or 0) for pairs in found if metric in pairs]
+        return f"{metric} {'↓' if lower_is_better(metric) else '↑'}" + (f" (n={span(counts)})" if any(counts) else "")
+
+    return difference_table(group, shown).rename(columns={name: heading(name) for name in shown})
+
+
 def _heading(group: Group, metric: str) -> str:
     entries = [(run.summary.get("metrics") or {}).get(metric) or {} for _, run in group.runs]
     counts = [entry["n"] for entry in entries if entry.get("n")]
@@ -150,21 +181,35 @@ def _heading(group: Group, metric: str) -> str:
 
 
 def _two_lines(text: str) -> str:
-    return re.sub(r" (?=\((?:n=|\d+ done)|\+ |ms/|MiB|read)", "\n", text)
+    return re.sub(r" (?=p[=<]|\((?:n=|\d+ done)|\+ |ms/|MiB|read)", "\n", text)
 
 
 def _markdown(group: Group) -> str:
-    frame = _frame(group, group.metrics)
+    parts = [f"## {group.model} · {group.task}", f"{group.context}.", _lines(_frame(group, group.metrics))]
+    paired = _paired(group, group.metrics)
+    if len(paired):
+        parts += [f"{PAIRED}. {PAIRED_NOTE}", _lines(paired)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _lines(frame: pd.DataFrame) -> str:
     aligned = [":--" if column in WORDS else "--:" for column in frame.columns]
     lines = [frame.columns.tolist(), aligned, *frame.to_numpy().tolist()]
-    body = ["| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines]
-    return "\n".join([f"## {group.model} · {group.task}", "", f"{group.context}.", "", *body, ""])
+    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
 def _latex(group: Group) -> str:
     frame = _frame(group, group.metrics).drop(columns=DETAILS)
-    if len(group.metrics) > PRINTED_METRICS:
-        frame = frame.map(lambda cell: cell.split(" [")[0])  # intervals have no room; they are in runs.csv
+    paired = _paired(group, group.metrics)
+    if len(group.metrics) > PRINTED_METRICS:  # intervals have no room; they are in runs.csv
+        frame, paired = (part.map(lambda cell: re.sub(r" \[.*?\]", "", cell)) for part in (frame, paired))
+    tables = [_tabular(frame, f"{_title(group)}. {NOTE}")]
+    if len(paired) and group.differences:
+        tables.append(_tabular(paired, f"{group.model} · {group.task}. {PAIRED}. {PAIRED_NOTE}"))
+    return "\n".join(tables)
+
+
+def _tabular(frame: pd.DataFrame, caption: str) -> str:
     columns = "".join("l" if column in WORDS else "r" for column in frame.columns)
     head, *body = [
         " & ".join(map(_tex, line)) + r" \\" for line in [frame.columns.tolist(), *frame.to_numpy().tolist()]
@@ -173,7 +218,7 @@ def _latex(group: Group) -> str:
         [
             r"\begin{table*}[t]",
             r"\centering\footnotesize\setlength{\tabcolsep}{3pt}",
-            rf"\caption{{{_tex(_title(group))}. {_tex(NOTE)}}}",
+            rf"\caption{{{_tex(caption)}}}",
             rf"\begin{{tabular}}{{{columns}}}",
             r"\toprule",
             head,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import resource
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,11 @@ from fasa_bench.calibration import Calibration
 from fasa_bench.config import build
 from fasa_bench.errors import UserError
 from fasa_bench.identity import identity_of
-from fasa_bench.method import Method, check_budget
+from fasa_bench.method import Method, check_budget, resolve_budget
 from fasa_bench.models import Model, ModelSpec
 from fasa_bench.prompts import Prompts
+from fasa_bench.protocol import Protocol
+from fasa_bench.rows import answers, prompt, without_texts
 from fasa_bench.segments import Packing
 from fasa_bench.session import Decoder, Generation, Prefilled, Session
 from fasa_bench.shards import Shard
@@ -28,12 +30,12 @@ from fasa_bench.timing import DoesNotFitError, begin, measure
 
 log = logging.getLogger("fasa_bench")
 
+SECTIONS = ("protocol", "cache", "calibration", "model", "method", "task", "logger")
+KEYS = ("budget", "seed", "limit", "shard", "results_dir", "store_text", *SECTIONS)
 # of a row that could not be computed
 NOTHING: dict[str, Any] = {"prompt_tokens": 0, "prefill_s": None, "compress_s": None, "step_ms": [], "stages_ms": {}}
 NOTHING |= {"device_bytes": 0, "host_bytes": 0, "attended_tokens": None, "cached_tokens": None, "read_bytes": None}
 NOTHING |= {"layer_steps": 0, "sparse_steps": 0, "sparse_steps_by_layer": []}
-
-KEYS = ("budget", "seed", "limit", "shard", "results_dir", "cache", "calibration", "model", "method", "task", "logger")
 
 
 @dataclass
@@ -47,9 +49,11 @@ class Job:
     calibration: Calibration
     budget: int | float | None
     packing: Packing
+    protocol: Protocol
     limit: int | None
     shard: Shard | None
     results_dir: Path
+    store_text: bool
     label: str = ""
 
     @classmethod
@@ -66,10 +70,14 @@ class Job:
             raise UserError.of("limit", limit, "must be an integer of at least 1, or null for all examples")
         if not isinstance(seed, int) or isinstance(seed, bool):
             raise UserError.of("seed", seed, "must be an integer")
+        if not isinstance(config["store_text"], bool):
+            raise UserError.of("store_text", config["store_text"], "must be true or false")
         method = build("method", config["method"], Method)
         task, packing = build("task", config["task"], Task), build("cache", config["cache"], Packing)
         if task.parallel:
             _check_parallel(method, packing)
+        protocol = build("protocol", config["protocol"], Protocol)
+        config["protocol"] = asdict(protocol)  # as it is followed: tables name runs by it
         return cls(
             config=config,
             model=Model(build("model", config["model"], ModelSpec)),
@@ -78,9 +86,11 @@ class Job:
             calibration=build("calibration", config["calibration"], Calibration),
             budget=check_budget(config["budget"], method),
             packing=packing,
+            protocol=protocol,
             limit=limit,
             shard=Shard.of(config["shard"]),
             results_dir=Path(results_dir),
+            store_text=config["store_text"],
             label=label,
         )
 
@@ -93,6 +103,7 @@ class Job:
             self.method,
             self.calibration,
             self.packing,
+            self.protocol,
             budget=self.budget,
             seed=self.config["seed"],
             limit=self.limit,
@@ -114,7 +125,8 @@ class Job:
     @property
     def deviations(self) -> dict[str, dict[str, Any]]:
         """Every switch on which paper, official code and ours differ: its value here, and the difference."""
-        parts: list[tuple[str, Any]] = [("method", self.method), ("task", self.task), ("cache", self.packing)]
+        parts: list[tuple[str, Any]] = [("method", self.method), ("task", self.task)]
+        parts += [("protocol", self.protocol), ("cache", self.packing)]
         if self.method.uses_calibration:
             parts.append(("calibration", self.calibration))
         return {
@@ -138,16 +150,22 @@ def run(job: Job) -> Path:
 
 
 def evaluate(session: Session, job: Job, example: Example, prompts: Prompts | None = None) -> dict[str, Any]:
-    """Decode and score one example: its row. prompts: dense passes that other jobs share; None makes one."""
+    """Decode and score one example: its row. A budget that is a share is one of the whole prompt.
+
+    prompts: dense passes that other jobs share; None makes one.
+    """
     if example.timing is not None:
         return _time(session, job, example, example.timing)
-    prefilled = (prompts or Prompts(session, [(job, example)])).prefilled(example)
+    prefilled = (prompts or Prompts(session, [(job, example)])).prefilled(job, example)
+    _, rest = job.protocol.split(example)
+    budget = resolve_budget(job.budget, len(example.prompt_ids))
     samples = len(example.sampling.seeds) if example.sampling else 1
-    with prefilled.fork(job.method, job.budget, samples, packing=job.packing) as decoder:
+    with prefilled.fork(job.method, budget, samples, packing=job.packing) as decoder:
+        decoder.feed(rest)
         prediction = _decode(decoder, job.model, example)
         row = _row(prefilled, decoder, example, prediction)
     row["scores"] = job.task.score(example, prediction)
-    return row
+    return row if job.store_text else without_texts(row, job.task.texts)
 
 
 def _time(session: Session, job: Job, example: Example, timing: Timing) -> dict[str, Any]:
@@ -162,7 +180,7 @@ def _time(session: Session, job: Job, example: Example, timing: Timing) -> dict[
     except DoesNotFitError as reason:
         log.warning("%s: %s", example.id, reason)
         prediction = Prediction([], "", "timed", measured={"does_not_fit": str(reason)})
-        row = {"id": example.id, **_answers(prediction), "fields": example.fields, **NOTHING}
+        row = {"id": example.id, **answers(prediction), "fields": example.fields, **NOTHING}
     return row | {"measured": prediction.measured, "scores": job.task.score(example, prediction)}
 
 
@@ -189,12 +207,15 @@ def _row(prefilled: Prefilled, decoder: Decoder, example: Example, prediction: P
     per_step = max(tally.layer_steps, 1)
     return {
         "id": example.id,
-        **_answers(prediction),
+        **answers(prediction),
+        **prompt(example),
         "fields": example.fields,
-        "prompt_tokens": len(example.prompt_ids),
+        "prefill_tokens": prefilled.tokens,  # the others were fed under the method
         "budget_tokens": decoder.cache.layers[0].budget,
         "prefill_s": round(prefilled.seconds, 6),
         "compress_s": round(decoder.compress_seconds, 6),
+        "feed_s": round(decoder.feed_seconds, 6),
+        "decode_s": round(sum(decoder.step_seconds), 6),
         "parallel_s": round(decoder.parallel_seconds, 6),
         "step_ms": [round(1e3 * seconds, 3) for seconds in decoder.timed_steps],
         "stages_ms": {name: round(1e3 * value / timed, 4) for name, value in stages.items()} if timed else {},
@@ -206,23 +227,6 @@ def _row(prefilled: Prefilled, decoder: Decoder, example: Example, prediction: P
         "layer_steps": tally.layer_steps,
         "sparse_steps": sum(tally.sparse.values()),
         "sparse_steps_by_layer": [tally.sparse[index] for index in sorted(tally.sparse)],
-    }
-
-
-def _answers(prediction: Prediction) -> dict[str, Any]:
-    """Text, finish reason and length of the answer; lists of them, one item a sample, if answers were drawn."""
-    samples = prediction.samples
-    if not samples:
-        return {
-            "prediction": prediction.text,
-            "finish_reason": prediction.finish_reason,
-            "generated_tokens": len(prediction.token_ids),
-        }
-    return {
-        "prediction": [sample.text for sample in samples],
-        "finish_reason": [sample.finish_reason for sample in samples],
-        "generated_tokens": [len(sample.token_ids) for sample in samples],
-        "truncated": [sample.finish_reason == "length" for sample in samples],
     }
 
 
@@ -298,3 +302,12 @@ def _peak_bytes(model: Model) -> int:
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     return int(torch.get_device_module(model.device).max_memory_allocated(model.device))
+
+
+def is_whole(job: Job, row: dict[str, Any]) -> bool:
+    """Whether a stored row can be summed up; rows of an earlier version or of another hand may lack a part."""
+    try:
+        summarise(job, "", [row], "partial")
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError):
+        return False
+    return True

@@ -308,9 +308,10 @@ def product(rows: Tensor, table: Tensor) -> Tensor:
     """
     batch, query_heads, queries, inner = rows.shape
     stored, heads, _, width = table.shape
-    grouped = rows.reshape(batch, heads, -1, inner)
+    together = query_heads // heads * queries  # not -1: there may be no inner dimension at all
+    grouped = rows.reshape(batch, heads, together, inner)
     if stored == batch:
         return torch.matmul(grouped, table).reshape(batch, query_heads, queries, width)
-    folded = grouped.transpose(0, 1).reshape(1, heads, -1, inner)
-    unfolded = torch.matmul(folded, table).reshape(heads, batch, -1, width).transpose(0, 1)
+    folded = grouped.transpose(0, 1).reshape(1, heads, batch * together, inner)
+    unfolded = torch.matmul(folded, table).reshape(heads, batch, together, width).transpose(0, 1)
     return unfolded.reshape(batch, query_heads, queries, width)

@@ -18,10 +18,14 @@ from fasa_bench.segments import Chosen, product
 
 @dataclass(frozen=True)
 class Split:
-    """order [H, d]: the dimensions of each KV head in the order they are stored. lead: the first so many are r."""
+    """order [H, d]: the dimensions of each KV head in the order they are stored. lead: the first so many are r.
+
+    blocks: the leading dimensions lie as a CPU reads them best, not as the kernels expect them (fasa_bench.lead).
+    """
 
     order: Tensor
     lead: int
+    blocks: bool = True
 
     def apply(self, rows: Tensor) -> Tensor:
         """Dimensions put in stored order: [b, H or Hq, m, d], the same shape."""
@@ -52,7 +56,7 @@ class SplitBuffer:
 
     def __init__(self, split: Split, keys: Tensor, values: Tensor, positions: Tensor, spare: int) -> None:
         batch, heads, tokens, dim = keys.shape
-        self.lead: Lead = make_lead(batch, heads, tokens + spare, split.lead, like=keys)
+        self.lead: Lead = make_lead(batch, heads, tokens + spare, split.lead, keys, split.blocks)
         capacity = self.lead.capacity
         self.tail = keys.new_zeros(batch, heads, capacity, 2 * dim - split.lead)
         self.positions = positions.new_zeros(batch, positions.shape[1], capacity)
@@ -98,6 +102,12 @@ class SplitRows:
     def spare(self) -> int:
         """Rows that are free behind these."""
         return self.buffer.lead.capacity - self.tokens
+
+    @property
+    def storage(self) -> tuple[Tensor, Tensor, Tensor]:
+        """For kernels: leading and other key dimensions and values of the whole capacity, [b, H, capacity, ...]."""
+        dim = self.split.order.shape[1]
+        return self.buffer.lead.storage, self.buffer.tail[..., :-dim], self.buffer.tail[..., -dim:]
 
     @property
     def lead_bytes(self) -> int:

@@ -14,7 +14,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
@@ -81,10 +81,17 @@ class RunStore:
 
     rows: what the folder holds, in file order; failed: rows with an "error" instead of scores, which the next start
     drops to try them again; done: ids of both; env: where the rows were computed.
+    is_whole: whether a stored row has all that its reader needs; one that has not counts as not there.
     Entering raises UserError when the folder cannot be used, BusyError when another process is writing it.
     """
 
-    def __init__(self, results_dir: str | Path, run_id: str, config: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        results_dir: str | Path,
+        run_id: str,
+        config: Mapping[str, Any],
+        is_whole: Callable[[dict[str, Any]], bool] = lambda row: True,
+    ) -> None:
         self.results_dir = Path(results_dir)
         self.run_id = run_id
         self.config: dict[str, Any] = plain(config)
@@ -94,6 +101,7 @@ class RunStore:
         self.done: set[str] = set()
         self.env: dict[str, Any] = {}
         self._here: dict[str, Any] = {}
+        self._is_whole = is_whole
         self._file = -1
 
     def __enter__(self) -> RunStore:
@@ -196,7 +204,7 @@ class RunStore:
         path = self.folder / "predictions.jsonl"
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0), 0o666)
         data = path.read_bytes()
-        self.rows, good, dropped = _scan(data, again=True)
+        self.rows, good, dropped = _scan(data, self._is_whole)
         for problem in dropped:
             log.warning("%s: %s", path, problem)
         if good != data and data.startswith(good):
@@ -308,10 +316,12 @@ def without_parts(runs: Sequence[Run]) -> Sequence[Run]:
     return [run for run in runs if not run.is_part] or runs
 
 
-def _scan(data: bytes, again: bool = False) -> tuple[list[dict[str, Any]], bytes, list[str]]:
+def _scan(
+    data: bytes, is_whole: Callable[[dict[str, Any]], bool] | None = None
+) -> tuple[list[dict[str, Any]], bytes, list[str]]:
     """Rows of a predictions file, the bytes that hold them, and what is wrong with the others.
 
-    again: failed rows are dropped too, so that their examples run again.
+    is_whole: given by a writer, who drops failed rows too, so that their examples run again.
     """
     rows: list[dict[str, Any]] = []
     good: list[bytes] = []
@@ -326,8 +336,10 @@ def _scan(data: bytes, again: bool = False) -> tuple[list[dict[str, Any]], bytes
             key = None
         if not isinstance(key, str):
             dropped.append(f"line {number} is damaged; dropped, its example runs again")
-        elif again and "error" in row:
+        elif is_whole and "error" in row:
             dropped.append(f"example {key!r} failed before ({row['error']}); it runs again")
+        elif is_whole and not is_whole(row):
+            dropped.append(f"line {number} ({key}) lacks parts of a row; dropped, its example runs again")
         elif key in seen:
             dropped.append(f"line {number} repeats the id {key!r}; dropped, the first one counts")
         else:

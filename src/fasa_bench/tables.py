@@ -4,17 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
+from fasa_bench.comparison import differences, is_full
+from fasa_bench.statistics import Difference
 from fasa_bench.store import Run, flatten
 
 MISSING = "-"  # there is no such number for this run
+NO_FULL_KV = "no full-KV run"  # of the same model, task and settings
 NOT_RUN = "not run"  # the task has this score, and this run has no example of it
 MIB = 2**20
 REALISED = ("attended_tokens", "cached_tokens", "sparse_steps")
-SETTINGS = ("model", "method", "cache", "task", "calibration", "seed", "limit")  # what may tell runs of one name apart
+# columns of runs.csv, after the metric's name
+DIFFERENCE = {
+    "difference": "difference",
+    "difference_low": "ci_low",
+    "difference_high": "ci_high",
+    "p_value": "p_value",
+    "pairs": "n",
+}
+# what may tell runs of one name apart
+SETTINGS = ("model", "method", "protocol", "cache", "task", "calibration", "seed", "limit")
 
 
 @dataclass(frozen=True)
@@ -32,11 +46,16 @@ class Group:
         return [name for name in names if "/" not in name and not name.startswith("n_")]
 
     def main_metrics(self, most: int) -> list[str]:
-        """At most `most` of them; the average stays."""
+        """At most `most` of them; averages say the most and stay."""
         names = self.metrics
-        if len(names) > most and "avg" in names:
-            return [*[name for name in names if name != "avg"][: most - 1], "avg"]
+        averages = [name for name in names if name.startswith("avg")][:most]
+        if len(names) > most and averages:
+            return [*[name for name in names if name not in averages][: most - len(averages)], *averages]
         return names[:most]
+
+    @cached_property
+    def differences(self) -> dict[Path, dict[str, Difference]]:
+        return differences([run for _, run in self.runs])
 
     @property
     def context(self) -> str:
@@ -72,6 +91,18 @@ def table(runs: Iterable[Run]) -> pd.DataFrame:
     return pd.DataFrame([_text(group, name, run, names) for group in groups for name, run in group.runs])
 
 
+def difference_table(group: Group, names: Sequence[str]) -> pd.DataFrame:
+    """The runs of a group that are not full KV, as text: each metric's difference to full KV on the same examples."""
+    rows = []
+    for name, run in group.runs:
+        if is_full(run) or is_timing(run):  # a timing took turns with full KV itself
+            continue
+        found = group.differences.get(run.folder)
+        cells = {metric: NO_FULL_KV if found is None else difference(found.get(metric)) for metric in names}
+        rows.append({"method": name, "budget": _budget(run), **cells})
+    return pd.DataFrame(rows)
+
+
 def numbers(runs: Iterable[Run]) -> pd.DataFrame:
     """One row a run, as numbers at full precision and with every metric; a missing number is missing."""
     rows = []
@@ -81,6 +112,8 @@ def numbers(runs: Iterable[Run]) -> pd.DataFrame:
             row |= {"budget": budget(run), "status": run.status, "examples": len(run.rows)}
             for metric, entry in metrics(run).items():
                 row |= {f"{metric}.{key}": entry.get(key) for key in ("value", "ci_low", "ci_high", "n")}
+            for metric, pair in group.differences.get(run.folder, {}).items():
+                row |= {f"{metric}.{column}": pair[key] for column, key in DIFFERENCE.items()}
             latency = run.summary.get("latency") or {}
             if simulated(run):
                 latency = {}
@@ -161,6 +194,17 @@ def interval(entry: Mapping[str, Any] | None) -> str:
     return f"{value} [{number(entry['ci_low'], 3)}, {number(entry['ci_high'], 3)}]"
 
 
+def difference(entry: Difference | None) -> str:
+    """ "+difference [low, high] p=...", over the pairs that there are."""
+    if not entry or entry["difference"] is None:
+        return MISSING
+    text = f"{'+' if entry['difference'] > 0 else ''}{number(entry['difference'], 3)}"
+    if entry["ci_low"] is None or entry["p_value"] is None:
+        return text
+    p = "p<0.001" if entry["p_value"] < 0.001 else f"p={entry['p_value']:.3f}"
+    return f"{text} [{number(entry['ci_low'], 3)}, {number(entry['ci_high'], 3)}] {p}"
+
+
 def span(values: Sequence[int]) -> str:
     low, high = min(values), max(values)
     return f"{low:,}" if low == high else f"{low:,}–{high:,}"
@@ -170,12 +214,11 @@ def _text(group: Group, name: str, run: Run, names: Sequence[str]) -> dict[str, 
     latency, memory = run.summary.get("latency") or {}, run.summary.get("memory") or {}
     device, host = memory.get("device_bytes"), memory.get("host_bytes")
     cache = MISSING if device is None else number(device / MIB, 3)
-    given = budget(run)
     return {
         "model": group.model,
         "task": group.task,
         "method": name,
-        "budget": "full" if given is None else str(given),
+        "budget": _budget(run),
         **{metric: interval(metrics(run).get(metric)) if metric in group.metrics else MISSING for metric in names},
         "decode ms/token": "simulated" if simulated(run) else number(decode_ms(run).get("median"), 3),
         "prefill s": "simulated" if simulated(run) else number(latency.get("prefill_s"), 3),
@@ -185,6 +228,11 @@ def _text(group: Group, name: str, run: Run, names: Sequence[str]) -> dict[str, 
         "sparse steps": _count(realised(run, "sparse_steps")),
         "status": run.status if run.status == "complete" else f"{run.status} ({len(run.rows)} done)",
     }
+
+
+def _budget(run: Run) -> str:
+    given = budget(run)
+    return "full" if given is None else str(given)
 
 
 def _count(value: float | None) -> str:
@@ -205,7 +253,9 @@ def _named(method: str, runs: list[Run]) -> list[tuple[str, Run]]:
     named = []
     for run in runs:
         mine = settings[run.folder]
-        parts = [f"{key.removeprefix('method.')}={mine[key]}" for key in sorted(keys & mine.keys())]
+        parts = [
+            f"{key.removeprefix('method.').removeprefix('protocol.')}={mine[key]}" for key in sorted(keys & mine.keys())
+        ]
         twins = [other for other in by_budget[repr(budget(run))] if settings[other.folder] == mine]
         if len(twins) > 1:  # other code, data or versions: only the id tells
             parts.append(run.folder.name[:6])

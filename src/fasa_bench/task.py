@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 if TYPE_CHECKING:
     from fasa_bench.models import Model
+    from fasa_bench.statistics import Sample
 
 Metric = dict[str, float | int | None]  # {"value", "ci_low", "ci_high", "n"}; None where nothing could be computed
 
@@ -63,7 +64,10 @@ class Example:
     min_new_tokens: end tokens cannot be chosen before this many tokens.
     sampling: if given, several answers are drawn; else there is one, and it is greedy.
     timing: if given, nothing is answered: the time of a decode step is the result.
-    fields: what the task wants stored in the row (data set, answers, prompt hash, ...); JSON types only.
+    context_tokens: how many tokens of the prompt come before the question; None where it does not fall into these two
+        parts, which `protocol.question` may want apart.
+    fields: what the task wants stored in the row (data set, answers, prompt hash, ...); JSON types only. A task that
+        cuts prompts says so in "truncated", and the length before in "prompt_tokens_before".
     """
 
     id: str
@@ -75,6 +79,7 @@ class Example:
     stop_token_ids: tuple[int, ...] = ()
     sampling: Sampling | None = None
     timing: Timing | None = None
+    context_tokens: int | None = None
     fields: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -111,6 +116,8 @@ class Task:
     notes: ClassVar[dict[str, str]] = {}
     # fields that say where data lies: its content counts for a run id (`fingerprint`), its place does not
     places: ClassVar[tuple[str, ...]] = ()
+    # names under a row's "fields" and "scores" that hold text of the data or of an answer: see `store_text`
+    texts: ClassVar[tuple[str, ...]] = ()
 
     @property
     def parallel(self) -> bool:
@@ -136,6 +143,13 @@ class Task:
         """Scores of one example, stored in its row under "scores"; JSON types only."""
         raise NotImplementedError
 
+    def samples(self, rows: list[dict[str, Any]]) -> dict[str, Sample]:
+        """What each metric is made of, from stored rows: intervals and differences to another run come from that.
+
+        Each row has at least "id", "scores" and "fields", the latter without those in `texts` if the run stores none.
+        """
+        return {}
+
     def metrics(self, rows: list[dict[str, Any]]) -> dict[str, Metric]:
-        """Sum stored rows up; each row has at least "id", "scores", "fields". Includes 95 % bootstrap CIs."""
-        raise NotImplementedError
+        """Sum stored rows up, with 95 % bootstrap intervals. Override it for numbers that no sample gives."""
+        return {name: sample.metric() for name, sample in self.samples(rows).items()}
