@@ -25,6 +25,7 @@ from fasa_bench.segments import Packing
 from fasa_bench.session import Decoder, Generation, Prefilled, Session
 from fasa_bench.shards import Shard
 from fasa_bench.statistics import quantiles
+from fasa_bench.store import run_id
 from fasa_bench.task import Example, Prediction, Task, Timing
 from fasa_bench.timing import DoesNotFitError, begin, measure
 
@@ -109,6 +110,10 @@ class Job:
             limit=self.limit,
         )
         return identity | {"shard": str(self.shard)} if self.shard else identity
+
+    @property
+    def run_id(self) -> str:
+        return run_id(self.identity)
 
     def sharded(self, shard: Shard | None) -> Job:
         """The same on another part of the examples, or on all of them."""
