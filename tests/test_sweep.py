@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import multiprocessing
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +22,7 @@ from fasa_bench.runner import Job
 from fasa_bench.session import Session
 from fasa_bench.store import load_run
 from tests.conftest import ROOT
-from tests.test_run import SMALL, SMALL_TASK, rows_of
+from tests.test_run import SMALL, SMALL_TASK, command, rows_of
 
 MEASURED = {"prefill_s", "compress_s", "feed_s", "decode_s", "parallel_s", "step_ms", "stages_ms"}
 METHODS = ("fkv", "oracle", "fasa", "fasa_plus", "streamingllm", "snapkv", "quest", "h2o", "rkv", "sparq", "tova")
@@ -229,3 +232,56 @@ def test_more_shards_than_examples(make: Any) -> None:
     ends = run_all([make("method=fkv", "limit=1", "task.parts=[passkey]", f"shard={i}/3") for i in (1, 2, 3)])
     assert [error for *_, error in ends] == [None] * 4
     assert len(rows_of(ends[-1][1])) == 1  # type: ignore[arg-type]
+
+
+# --- launchers
+
+BASIC = "hydra.launcher.through={_target_:hydra._internal.core_plugins.basic_launcher.BasicLauncher}"
+LAUNCHERS = {"another launcher": [BASIC], "processes": ["hydra/launcher=processes"]}
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_another_launcher_gets_a_job_a_group(name: str, tmp_path: Path) -> None:
+    """Two shards of three methods are two groups; one job is wrong. stdout names every run once, the whole ones too."""
+    if name == "processes":
+        pytest.importorskip("hydra_plugins.hydra_joblib_launcher", reason="joblib's launcher is not installed")
+    small = [line for line in SMALL if not line.startswith("budget")]
+    arguments = ["method=fkv,oracle,snapkv", "shard=1/2,2/2", "budget=40,3", "limit=1", "task.parts=[code,passkey]"]
+    done = command("-m", *LAUNCHERS[name], *small, *SMALL_TASK, *arguments, f"results_dir={tmp_path}")
+    assert done.returncode == 1
+    assert "2 of 16 jobs failed" in done.stderr  # 12, and 4 whole runs
+    assert done.stderr.count("budget=3 is not allowed: snapkv needs at least 34 tokens") >= 2
+    folders = [line.removeprefix("run: ") for line in done.stdout.splitlines()]
+    assert len(folders) == 14
+    runs = [load_run(folder) for folder in set(folders)]
+    whole = sorted((run.name("method"), len(run.rows)) for run in runs if not run.is_part)
+    assert whole == [("fkv", 2), ("oracle", 2), ("oracle", 2), ("snapkv", 2)]
+    assert "tiny · stdlib: 2 examples" in done.stderr  # the table is of the whole runs
+
+
+def test_workers_take_the_devices_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fasa_bench import worker
+
+    process = multiprocessing.current_process()
+    before = process.name
+    try:
+        for number, expected in ((1, "4"), (2, "6"), (3, "4")):
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+            process.name = f"LokyProcess-{number}"
+            worker.take_device()
+            assert os.environ["CUDA_VISIBLE_DEVICES"] == expected
+            worker.take_device()  # the same worker, its next job
+            assert os.environ["CUDA_VISIBLE_DEVICES"] == expected
+    finally:
+        process.name = before
+
+
+def test_hydra_can_load_the_launcher_as_it_loads_plugins() -> None:
+    """Its search executes the module before it is in sys.modules."""
+    path = ROOT / "src" / "hydra_plugins" / "fasa_bench_launcher.py"
+    spec = importlib.util.spec_from_file_location("not_yet_known", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.Together(through=None).through is None

@@ -69,7 +69,7 @@ def job(cfg: DictConfig) -> None:
 def run_jobs(configs: Sequence[tuple[str, DictConfig]], quiet: bool = False) -> list[End]:
     """Run named jobs, those that share model and task together. A failure is told at once and stops no other job.
 
-    quiet: a worker's: whoever gets what is returned prints the `run:` lines.
+    quiet: in a worker: whoever gets what is returned tells it on standard output.
     """
     from fasa_bench import group, runner  # here, so that --help and Hydra's own errors come without loading torch
 
@@ -79,7 +79,10 @@ def run_jobs(configs: Sequence[tuple[str, DictConfig]], quiet: bool = False) -> 
     def report(name: str, folder: Path | None, error: Exception | None) -> None:
         end = End(name, folder, None if error is None else _message(error))
         ends.append(end)
-        tell(end, stdout=not quiet)
+        if end.error:
+            print(end.error, file=sys.stderr, flush=True)
+        if not quiet:
+            tell(end)
 
     for name, cfg in configs:
         try:
@@ -98,12 +101,10 @@ def _message(error: Exception) -> str:
     return f"error: {type(error).__name__}: {error}"
 
 
-def tell(end: End, stdout: bool = True, stderr: bool = True) -> None:
-    """One line on stdout for a run folder, one on stderr for what went wrong."""
+def tell(end: End) -> None:
+    """One line on stdout for a run folder; what went wrong is remembered for the end."""
     _ends.append(end)
-    if end.error and stderr:
-        print(end.error, file=sys.stderr, flush=True)
-    if end.folder and stdout:
+    if end.folder:
         print(f"run: {end.folder}", flush=True)
 
 

@@ -82,4 +82,4 @@ class Together(Launcher):
                 message = f"error: {type(error).__name__}: {error}"
                 ends = [cli.End(jobs[index][0], None, message) for index in members]
             for end in ends:
-                cli.tell(end, stderr=False)  # the list of failures at the end names them
+                cli.tell(end)
