@@ -6,6 +6,7 @@ import importlib.util
 import json
 import multiprocessing
 import os
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +14,9 @@ from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
-from fasa_bench import group, runner
+from fasa_bench import cli, group, runner
 from fasa_bench.errors import UserError
 from fasa_bench.method import Observation
 from fasa_bench.models import Model
@@ -118,6 +120,26 @@ def test_groups_load_each_model_once(make: Any, monkeypatch: pytest.MonkeyPatch)
         [jobs[1].label],
     ]
     assert len({id(job.model) for some in groups for job in some}) == 2
+
+
+def test_weights_are_free_before_the_next_are_loaded(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: list[Any] = []
+    prepare = Job.prepare
+
+    def watched(self: Job) -> None:
+        assert [network() for network in alive if network() not in (None, self.model.network)] == []
+        alive.append(weakref.ref(self.model.network))
+        prepare(self)
+
+    monkeypatch.setattr(Job, "prepare", watched)
+    monkeypatch.setattr(cli, "_ends", [])
+    configs = []
+    for layers in (1, 3):
+        for method in ("oracle", "fkv"):
+            config = make(f"method={method}", "limit=1", "task.parts=[passkey]", f"model.layers={layers}").config
+            configs.append((method, OmegaConf.create(config)))
+    assert [end.error for end in cli.run_jobs(configs)] == [None] * 4
+    assert len(alive) == 4
 
 
 def test_stored_rows_and_finished_jobs_are_left_alone(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:

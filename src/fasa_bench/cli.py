@@ -89,8 +89,10 @@ def run_jobs(configs: Sequence[tuple[str, DictConfig]], quiet: bool = False) -> 
             jobs.append(runner.Job.of(cfg, name))
         except Exception as error:
             report(name, None, error)
-    for some in group.grouped(jobs):
-        group.run_group(some, lambda job, folder, error: report(job.label, folder, error))
+    groups = group.grouped(jobs)
+    jobs.clear()
+    while groups:  # popped, so that one model's weights are free before the next one's are loaded
+        group.run_group(groups.pop(0), lambda job, folder, error: report(job.label, folder, error))
     return ends
 
 

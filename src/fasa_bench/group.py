@@ -18,7 +18,7 @@ from tqdm import tqdm
 from fasa_bench import runner
 from fasa_bench.errors import FailedExamplesError, UserError
 from fasa_bench.interrupt import finishing
-from fasa_bench.prompts import Prompts
+from fasa_bench.prompts import Prompts, dense_ids
 from fasa_bench.runner import Job
 from fasa_bench.session import Session
 from fasa_bench.store import BusyError, Run, RunStore, load_run, run_id
@@ -97,8 +97,7 @@ def _walk(lanes: Sequence[Lane]) -> None:
                     lane.job.prepare()
         with Session(network, job.model.prefill_backend) as session, _progress(lanes) as bar:
             for example in examples:
-                with finishing(f"example {example.id}"):
-                    _evaluate(session, [lane for lane in lanes if example.id in lane.waiting], example.id, bar)
+                _evaluate(session, [lane for lane in lanes if example.id in lane.waiting], example.id, bar)
     for lane in lanes:
         with lane.failing():
             lane.finish([example.id for example in examples])
@@ -106,6 +105,7 @@ def _walk(lanes: Sequence[Lane]) -> None:
 
 def _evaluate(session: Session, lanes: Sequence[Lane], name: str, bar: tqdm[Any]) -> None:
     """The rows of one example. Where memory is short, it is tried once more for that job alone."""
+    lanes = sorted(lanes, key=lambda lane: dense_ids(lane.job, lane.examples[name]))
     prompts = Prompts(session, [(lane.job, lane.examples[name]) for lane in lanes])
     short = [lane for lane in lanes if not _row(session, lane, name, prompts, again=False, bar=bar)]
     del prompts
@@ -119,7 +119,7 @@ def _evaluate(session: Session, lanes: Sequence[Lane], name: str, bar: tqdm[Any]
 def _row(session: Session, lane: Lane, name: str, prompts: Prompts | None, *, again: bool, bar: tqdm[Any]) -> bool:
     """Compute and store one row; False if memory was short for the first time."""
     example = lane.examples[name]
-    with lane.failing():
+    with finishing(f"example {name}"), lane.failing():
         try:
             row = runner.evaluate(session, lane.job, example, prompts)
         except Exception as error:
