@@ -26,6 +26,7 @@ from fasa_bench.models import Model
 from fasa_bench.runner import Job
 from fasa_bench.session import Session
 from fasa_bench.store import BusyError, RunStore, load_run
+from fasa_bench.tables import numbers, table
 from tests.conftest import ROOT
 from tests.test_run import SMALL, SMALL_TASK, rows_of
 from tests.test_sweep import run_all, without_times
@@ -271,6 +272,8 @@ def test_out_of_memory_twice_is_a_failed_row(make: Any, monkeypatch: pytest.Monk
     assert "scores" not in run.failed[0]
     assert run.failed[0]["error"].startswith(type(SHORT[kind]()).__name__)
     assert "code/0" not in [row["id"] for row in run.rows]
+    assert table([run])["status"].tolist() == ["partial (5 done, 1 failed)"]
+    assert numbers([run])["failed_examples"].tolist() == [1]
     computed: list[str] = []
     evaluate = runner.evaluate
     monkeypatch.setattr(runner, "evaluate", lambda *args: computed.append(args[2].id) or evaluate(*args))
@@ -319,6 +322,24 @@ def test_logits_that_are_no_numbers(make: Any) -> None:
         1,
         "perplexity/1",
     )
+
+
+def test_a_run_without_any_row_has_failed(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the shared pass may give no numbers: it is made once, and each job's row has failed."""
+    jobs = [make(f"method={name}", "limit=1", "task.parts=[code]") for name in ("oracle", "fkv")]
+    asked = []
+
+    def broken(self: Session, *args: Any, **kwargs: Any) -> Any:
+        asked.append(1)
+        raise FloatingPointError("the model's logits are not finite")
+
+    monkeypatch.setattr(Session, "prefill", broken)
+    assert [type(error) for *_, error in run_all(jobs)] == [FailedExamplesError] * 2
+    assert len(asked) == 1
+    runs = [load_run(folder) for folder in (jobs[0].results_dir / "runs").iterdir()]
+    assert [(run.status, run.rows, len(run.failed), run.summary["metrics"]) for run in runs] == [
+        ("failed", [], 1, {})
+    ] * 2
 
 
 def test_failed_examples_on_the_command_line(

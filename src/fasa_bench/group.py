@@ -186,7 +186,7 @@ class Lane:
         order = {name: place for place, name in enumerate(names)}
         rows = sorted((row for row in self._store.rows if row["id"] in order), key=lambda row: order[row["id"]])
         failed = self._store.failed
-        self._summarise(rows, "partial" if failed else "complete")
+        self._summarise(rows, "complete" if not failed else "partial" if rows else "failed")
         self._leave(None)
         error = None
         if failed:
