@@ -6,13 +6,17 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from fasa_bench.cache import KVLayer
 from fasa_bench.lead import BLOCK as LEAD_BLOCK
+from fasa_bench.methods.fasa_m import FasaM
 from fasa_bench.methods.full import FullKV
-from fasa_bench.segments import BLOCK, Packing
+from fasa_bench.near import Prefetch
+from fasa_bench.segments import BLOCK, Chosen, Packing
 from fasa_bench.session import Session
-from tests.test_methods import METHODS, ready
+from tests.test_methods import METHODS, prepared, ready
 
 H, HQ, D, E = 2, 4, 16, 4  # KV heads, query heads, head dimension, bytes a number
 N, B = 35, 10  # tokens at the step that is measured, budget
@@ -58,7 +62,8 @@ def cache(heads: int, n: int, position_heads: int = 1) -> int:
 
 HELD = {
     "oracle": cache(H, N),
-    "fasa_plus": LEAD_BLOCK * (2 * H * ROW + 8) + 8 * H * D,  # grows in longer blocks; and the order of dimensions
+    # 4 leading dimensions, which grow in longer blocks; the rest as ever; and the order of dimensions
+    "fasa_plus": LEAD_BLOCK * H * 4 * E + rows(N) * (H * (2 * D - 4) * E + 8) + 8 * H * D,
     "random": cache(H, N),
     "loki": cache(H, N),
     "sparq": cache(H, N) + 4 * H * D + 4 * HQ,
@@ -109,6 +114,81 @@ def test_bytes_held_after_a_step(name: str, network: LlamaForCausalLM, prompt: l
         with prefilled.fork(method, B) as decoder:
             decoder.step(torch.tensor([[prompt[N - 1]]]))
             assert decoder.cache.device_bytes == 2 * HELD[name]
+
+
+TAIL = 2 * D - 4  # numbers of a token and KV head that FASA-M keeps in the host's memory
+
+
+@pytest.mark.parametrize("prefetch", ["none", "last_step", "next_layer"])
+def test_fasa_m_holds_what_equation_10_says(
+    prefetch: Prefetch, network_of: Callable[..., LlamaForCausalLM], prompt: list[int]
+) -> None:
+    """Device bytes are layers * (L * d_dom + b * d_rest + b * d) * bytes, L reserved rows, plus positions and order.
+
+    b rows of every layer are held with last_step only; with next_layer those that are fetched ahead.
+    """
+    layers, near = 3, {"none": 0, "last_step": 3, "next_layer": 1}[prefetch]
+    method = FasaM("fasa_m", fc_granularity="kv_head", token_granularity="kv_head", prefetch=prefetch)
+    network = network_of(layers=layers)
+    with Session(network) as session, session.prefill(prompt[: N - 2]).fork(prepared(method, network), B) as decoder:
+        for token in prompt[N - 2 : N]:
+            decoder.step(torch.tensor([[token]]))
+        equation_10 = layers * H * LEAD_BLOCK * 4 * E + near * (H * B * (D - 4) * E + H * B * D * E)
+        beside = layers * (rows(N) * 8 + 8 * H * D)
+        assert decoder.cache.device_bytes == equation_10 + beside
+        slots = 0 if prefetch == "none" else layers * H * B * 8
+        assert decoder.cache.host_bytes == layers * rows(N) * H * TAIL * E + slots
+
+
+@pytest.mark.parametrize("prefetch", ["none", "last_step", "next_layer"])
+def test_fasa_m_moves_what_it_lacks_and_the_new_token(
+    prefetch: Prefetch, network: LlamaForCausalLM, prompt: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    method = FasaM("fasa_m", fc_granularity="kv_head", token_granularity="kv_head", prefetch=prefetch)
+    chosen: list[list[set[tuple[int, int]]]] = []  # at each step, in each layer: head and slot
+    read, moved = [0], [0]
+
+    def spy(layer: KVLayer, slots: Tensor) -> Chosen:
+        pairs = {(head, slot) for head, row in enumerate(slots[0].tolist()) for slot in row}
+        chosen[-1].append(pairs)
+        return choose(layer, slots)
+
+    choose = KVLayer.choose
+    monkeypatch.setattr(KVLayer, "choose", spy)
+    with Session(network) as session:
+        prefilled = session.prefill(prompt[: N - 2])
+        with prefilled.fork(prepared(method, network), B) as decoder:
+            for token in prompt[N - 2 : N]:
+                chosen.append([])
+                decoder.step(torch.tensor([[token]]))
+                read.append(decoder.read_bytes)
+                moved.append(decoder.moved_bytes)
+            hit_rate = decoder.cache.hit_rate
+    common = sum(len(first & second) for first, second in zip(*chosen, strict=True))
+    assert 0 < common < 2 * H * B
+    new = 2 * H  # rows of the step's token, to the host
+    ahead = H * B if prefetch == "next_layer" else 0  # fetched for each layer while the one before computes
+    found = 0 if prefetch == "none" else common
+    assert moved[1] == (new + 2 * H * B + ahead) * TAIL * E
+    assert moved[2] - moved[1] == (new + 2 * H * B - found + 2 * ahead) * TAIL * E
+    assert hit_rate == found / (2 * 2 * H * B)
+    assert read[2] - read[1] == 2 * READ["fasa_plus"]  # as FASA-C does
+
+
+def test_a_tenth_of_the_context_is_held_in_a_fifth_of_the_memory() -> None:
+    """Equation 10 at d 128, 25 % dominant dimensions and b = L / 10: 4.7 times less, not 8, which needs a small b."""
+    length, dim, lead = 10 * LEAD_BLOCK, 128, 32
+    full = KVLayer(0)
+    keys = torch.randn(1, 8, length, dim)
+    full.append(keys, keys, torch.arange(length)[None])
+    times = []
+    for budget in (length // 10, 16):
+        layer = full.fork()
+        layer.split(torch.arange(dim).expand(8, -1), lead, offload="last_step")
+        layer.choose(torch.arange(budget)[None, None])
+        times.append(full.device_bytes / layer.device_bytes)
+    assert times[0] == pytest.approx(2 / (1 / 4 + 0.1 * 3 / 4 + 0.1), rel=0.02) == pytest.approx(4.7, rel=0.02)
+    assert times[1] == pytest.approx(8, rel=0.03)
 
 
 def test_full_kv_reads_everything(network: LlamaForCausalLM, prompt: list[int]) -> None:

@@ -18,6 +18,7 @@ from fasa_bench.errors import UserError
 from fasa_bench.method import Method, group_softmax, top_slots
 from fasa_bench.methods.dominant import chunk_mask
 from fasa_bench.methods.fasa import FasaC
+from fasa_bench.methods.fasa_m import FasaM
 from fasa_bench.methods.full import FullKV
 from fasa_bench.methods.h2o import H2O
 from fasa_bench.methods.h2o_mask_sim import H2OMaskSim
@@ -43,6 +44,9 @@ METHODS: dict[str, Callable[[], Method]] = {
     "fasa_plus": lambda: FasaC("fasa_plus", fc_granularity="kv_head", token_granularity="kv_head", recent=4, sinks=1),
     "fasa_softmax": lambda: FasaC("fasa_plus", token_granularity="kv_head", share="softmax"),
     "fasa_c_single_dimensions": lambda: FasaC("fasa_c", pairing="single", n_tip=0.5),
+    "fasa_m": lambda: FasaM("fasa_m"),
+    "fasa_m_next_layer": lambda: FasaM("fasa_m", prefetch="next_layer"),
+    "fasa_m_kv_head": lambda: FasaM("fasa_m", fc_granularity="kv_head", token_granularity="kv_head", prefetch="none"),
     "snapkv": lambda: SnapKV("snapkv", window=3, kernel=3, interval=1),
     "snapkv_query_head": lambda: SnapKV("snapkv", window=3, kernel=3, interval=1, heads="query_head", pooling="avg"),
     "snapkv_max_logit": lambda: SnapKV("snapkv", window=3, kernel=3, interval=1, group="max_logit"),
@@ -214,7 +218,8 @@ def test_reported_bytes_are_those_held(name: str, network: LlamaForCausalLM, pro
             assert found
             for tensor in found:
                 held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        assert decoder.cache.device_bytes == sum(held.values())
+        assert decoder.cache.device_bytes + decoder.cache.host_bytes == sum(held.values())
+        assert (decoder.cache.host_bytes > 0) == name.startswith("fasa_m")
 
 
 @sparse
@@ -239,7 +244,8 @@ def fill_unused(layer: KVLayer, value: float) -> None:
         lead, tail = own.buffer.lead, own.buffer.tail
         unused = torch.full((own.batch, own.heads, lead.capacity - own.tokens, own.split.lead), value)
         lead.write(own.tokens, unused)
-        tail[:, :, own.tokens :] = value
+        keys = torch.full((own.batch, own.heads, own.spare, own.split.order.shape[1]), value)
+        tail.write(own.tokens, keys[..., own.split.lead :], keys)
     else:
         own.buffer.keys[:, :, own.tokens :] = value
         own.buffer.values[:, :, own.tokens :] = value
@@ -367,16 +373,20 @@ def test_with_a_quantised_cache(name: str, bits: int, network: LlamaForCausalLM,
     """Combines with a method that keeps the whole cache; one that evicts while decoding is refused clearly."""
     method, packing = ready(name, network), Packing(bits=bits, group=4, residual=4)
     evicts = not isinstance(method, H2OMaskSim) and method.decoded.__func__ is not Method.decoded  # type: ignore[attr-defined]
-    evicts = evicts and not isinstance(method, SparQ)
+    evicts = evicts and not isinstance(method, SparQ | FasaM)
     with Session(network) as session:
         prefilled = session.prefill(prompt[:33], observe=method.observes())
         with prefilled.fork(method, 9) as decoder:
             plain = [decoder.step(torch.tensor([[token]]))[0] for token in prompt[33:]]
+        if evicts or name.startswith("fasa_m"):
+            reason = "evicts while decoding" if evicts else "offloads no packed rows"
+            with (
+                pytest.raises(UserError, match=rf"cache.bits=\d .* {reason}"),
+                prefilled.fork(method, 9, packing=packing) as decoder,
+            ):
+                decoder.force(prompt[33:])
+            return
         with prefilled.fork(method, 9, packing=packing) as decoder:
-            if evicts:
-                with pytest.raises(UserError, match=r"cache.bits=\d .* evicts while decoding"):
-                    decoder.force(prompt[33:])
-                return
             packed = [decoder.step(torch.tensor([[token]]))[0] for token in prompt[33:]]
             assert decoder.cache.layers[0].segments[0].tokens >= 28
     assert torch.isfinite(torch.stack(packed)).all()

@@ -8,19 +8,21 @@ from torch import Tensor
 
 from fasa_bench.cache import KVLayer
 from fasa_bench.lead import BLOCK, LeadBlocks, LeadRows, make_lead
+from fasa_bench.near import Prefetch
+from fasa_bench.segments import BLOCK as SHORT
 from fasa_bench.segments import Packing
 from fasa_bench.split import SplitRows, in_one
 
 H, G, D, R = 2, 3, 12, 5
 
 
-def both(n: int, batch: int, spare: int = 0) -> tuple[KVLayer, KVLayer]:
+def both(n: int, batch: int, spare: int = 0, offload: Prefetch | None = None) -> tuple[KVLayer, KVLayer]:
     """The same random tokens, plain and split."""
     keys, values = torch.randn(batch, H, n, D), torch.randn(batch, H, n, D)
     layers = KVLayer(0), KVLayer(0)
     for layer in layers:
         layer.append(keys, values, torch.arange(n).expand(batch, n), reserve=spare)
-    layers[1].split(torch.stack([torch.randperm(D) for _ in range(H)]), R)
+    layers[1].split(torch.stack([torch.randperm(D) for _ in range(H)]), R, offload=offload)
     return layers
 
 
@@ -56,7 +58,7 @@ def by_hand(plain: KVLayer, query: Tensor, order: Tensor) -> Tensor:
     return torch.stack(parts, dim=1)
 
 
-@pytest.mark.parametrize("layout", ["blocks", "rows"])
+@pytest.mark.parametrize("layout", ["blocks", "rows", "last_step", "next_layer", "none"])
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("n", [7, BLOCK - 1, BLOCK, 2 * BLOCK + 3])
 def test_equals_plain_rows_and_goes_on_growing(
@@ -70,7 +72,7 @@ def test_equals_plain_rows_and_goes_on_growing(
 
         monkeypatch.setattr("fasa_bench.split.make_lead", rows)
     torch.manual_seed(n)
-    plain, split = both(n, batch)
+    plain, split = both(n, batch, offload=None if layout in ("blocks", "rows") else layout)  # type: ignore[arg-type]
     check(plain, split, batch)
     for m in (1, 1, 30):
         keys, values, positions = torch.randn(batch, H, m, D), torch.randn(batch, H, m, D), torch.arange(m) + plain.seen
@@ -79,24 +81,27 @@ def test_equals_plain_rows_and_goes_on_growing(
         check(plain, split, batch)
 
 
-def test_samples_share_one_split_prompt() -> None:
+@pytest.mark.parametrize("offload", [None, "last_step"])
+def test_samples_share_one_split_prompt(offload: Prefetch | None) -> None:
     torch.manual_seed(0)
-    plain, split = both(40, 1)
+    plain, split = both(40, 1, offload=offload)
     for layer in (plain, split):
         layer.expand(3)
         layer.state.clear()
-    before = split.device_bytes
+    before, host = split.device_bytes, split.host_bytes
     keys, values = torch.randn(3, H, 2, D), torch.randn(3, H, 2, D)
     for layer in (plain, split):
         layer.append(keys, values, torch.tensor([[40, 41]]).expand(3, 2))
+    lead, tail, positions = BLOCK * 3 * H * R * 4, SHORT * 3 * H * (2 * D - R) * 4, SHORT * 3 * 8
+    assert split.device_bytes == before + lead + positions + (0 if offload else tail)
+    assert split.host_bytes == host + (tail if offload else 0)
     check(plain, split, 3)
-    own = BLOCK * (3 * H * 2 * D * 4 + 3 * 8)
-    assert split.device_bytes == before + own
 
 
-def test_two_forks_do_not_write_over_each_other() -> None:
+@pytest.mark.parametrize("offload", [None, "last_step"])
+def test_two_forks_do_not_write_over_each_other(offload: Prefetch | None) -> None:
     torch.manual_seed(0)
-    _, split = both(10, 1, spare=20)
+    _, split = both(10, 1, spare=20, offload=offload)
     one, two = split.fork(), split.fork()
     for layer, value in ((one, 1.0), (two, 2.0)):
         token = torch.full((1, H, 1, D), value)
@@ -106,9 +111,11 @@ def test_two_forks_do_not_write_over_each_other() -> None:
     assert split.length == 10
 
 
-def test_eviction_keeps_the_split() -> None:
+@pytest.mark.parametrize("offload", [None, "last_step"])
+def test_eviction_keeps_the_split(offload: Prefetch | None) -> None:
     torch.manual_seed(0)
-    plain, split = both(30, 1)
+    plain, split = both(30, 1, offload=offload)
+    split.choose(torch.arange(9).expand(1, H, -1))  # rows that lie near mean other tokens afterwards
     slots = torch.stack([torch.randperm(30)[:9].sort().values for _ in range(H)])[None]
     for layer in (plain, split):
         layer.keep(slots)

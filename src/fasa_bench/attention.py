@@ -26,6 +26,7 @@ from fasa_bench.segments import product
 
 NAME = "fasa_bench"
 ELEMENTS = 2**24  # attention weights that many queries may have at once, so that memory does not grow with the square
+CACHED_ELEMENTS, LEAST_QUERIES = 2**20, 64  # on a CPU: so many weights stay in its caches; but never too few queries
 
 
 @dataclass
@@ -109,7 +110,7 @@ def forward(
     outputs = []
     new = query.shape[2]
     # one after the other, since a method may evict between two tokens of one call; unless it is known not to mind
-    width = max(1, ELEMENTS // (len(query) * query.shape[1] * (layer.length + new))) if state.parallel else 1
+    width = _together(query, layer.length + new) if state.parallel else 1
     for i in range(0, new, width):
         now = slice(i, i + width)
         layer.append(key[:, :, now], value[:, :, now], positions[:, now])
@@ -118,6 +119,14 @@ def forward(
         else:
             outputs.append(_step(state, state.method, layer, query[:, :, now]))
     return torch.cat(outputs, dim=1), None
+
+
+def _together(query: Tensor, tokens: int) -> int:
+    """How many of the queries of a call are taken at once."""
+    rows = len(query) * query.shape[1] * tokens
+    if query.device.type == "cpu":
+        return max(LEAST_QUERIES, CACHED_ELEMENTS // rows)
+    return max(1, ELEMENTS // rows)
 
 
 def hand_padding_on(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:

@@ -9,15 +9,21 @@ from __future__ import annotations
 
 import copy
 import functools
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
 
+from fasa_bench.clock import stage
 from fasa_bench.errors import UserError
+from fasa_bench.near import Near, Prefetch
+from fasa_bench.quantised import pick
 from fasa_bench.segments import Chosen, Packed, Packing, Rows, Segment, pack_oldest
 from fasa_bench.split import Split, SplitRows, at, in_one
+from fasa_bench.tail import HostTail
 
 
 class KVLayer:
@@ -31,6 +37,9 @@ class KVLayer:
         several samples share: replace them, never write into them.
     packing: how rows that are not recent will be stored, from `pack` on.
     read_bytes: keys and values read so far by `dot`, `mix` and `gather`, and what a method adds for its own index.
+    moved_bytes: keys and values that went between the device and the host's memory, where rows are kept there.
+    asked_rows, found_rows: rows that were wanted from there, and how many of them lay on the device already.
+    after: the layer that computes next, the first one again after the last; a weak reference.
 
     Tokens lie in segments: frozen ones (a prompt that several samples share, packed rows), then the layer's own rows.
     """
@@ -44,13 +53,16 @@ class KVLayer:
         self.prompt_queries: Tensor | None = None
         self.prompt_mass: Tensor | None = None
         self.state: dict[str, Tensor] = {}
-        self.read_bytes = 0
+        self.read_bytes = self.moved_bytes = self.asked_rows = self.found_rows = 0
+        self.after: Callable[[], KVLayer | None] = lambda: None
         self._frozen: list[Segment] = []
         self._own: Rows | SplitRows | None = None
         self._samples = 1
         self.packing = Packing()
         self._packed = False
         self._split: Split | None = None
+        self._near: Near | None = None
+        self._parts: tuple[Tensor, tuple[Tensor, Tensor]] | None = None  # of the last query
         self._products: Tensor | None = None  # of the query of the step with the leading dimensions
 
     # what is cached ---------------------------------------------------------------------------------------------
@@ -117,13 +129,16 @@ class KVLayer:
     def dot(self, query: Tensor) -> Tensor:
         """Products of each query head with the keys of its KV head, unscaled: [b, Hq, q, d] -> [b, Hq, q, n]."""
         self.read_bytes += sum(segment.key_bytes for segment in self.segments)
+        if self._near is not None:
+            self.moved_bytes += sum(segment.key_bytes - segment.lead_bytes for segment in self._split_segments)
         parts = [segment.dot(query) for segment in self.segments]
         return torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
 
     def mix(self, weights: Tensor) -> Tensor:
         """Values of each query head's KV head, summed with these weights: [b, Hq, q, n] -> [b, Hq, q, d]."""
         segments = self.segments
-        self.read_bytes += sum(segment.value_bytes for segment in segments)
+        self.read_bytes += (moved := sum(segment.value_bytes for segment in segments))
+        self.moved_bytes += 0 if self._near is None else moved
         parts = weights.split([segment.tokens for segment in segments], dim=-1)
         return functools.reduce(torch.add, (segment.mix(part) for segment, part in zip(segments, parts, strict=True)))
 
@@ -137,7 +152,7 @@ class KVLayer:
         """
         if self._split is None:
             return self.dot(query)[None]
-        segments: list[SplitRows] = self.segments  # type: ignore[assignment]
+        segments = self._split_segments
         self.read_bytes += sum(segment.lead_bytes for segment in segments)
         if len(segments) == 1:
             products = segments[0].lead_dot(query)
@@ -148,7 +163,11 @@ class KVLayer:
 
     def query_parts(self, query: Tensor) -> tuple[Tensor, ...]:
         """A query [b, Hq, q, d] in the parts in which keys are stored: one, or leading and other dimensions apart."""
-        return (query,) if self._split is None else self._split.parts(query)
+        if self._split is None:
+            return (query,)
+        if self._parts is None or self._parts[0] is not query:  # asked for twice in a step
+            self._parts = query, self._split.parts(query)
+        return self._parts[1]
 
     def read_split(self, chosen: int) -> SplitRows | None:
         """The rows of a split layer, for a kernel; None if they lie in several pieces or hold padding.
@@ -171,9 +190,8 @@ class KVLayer:
         if products is None:
             chosen = self._chosen(slots)
         else:
-            (rows,) = self.segments
-            assert isinstance(rows, SplitRows)
-            chosen = rows.pick_rest(slots)._replace(products=at(products, slots))
+            rest, values = self._split_segments[0].parts_of(self._tails(slots))
+            chosen = Chosen((rest,), values, at(products, slots))
         self.read_bytes += chosen.nbytes
         return chosen
 
@@ -187,16 +205,52 @@ class KVLayer:
         return keys[0] if self._split is None else self._split.undo(torch.cat(keys, dim=-1))
 
     def _chosen(self, slots: Tensor) -> Chosen:
+        parts = self._found(slots, lambda segment, some: segment.pick(some))
+        if self._split is None:
+            return Chosen(parts[:1], parts[1])
+        lead, tails = parts if len(parts) == 2 else (parts[0], self._tails(slots))
+        rest, values = self._split_segments[0].parts_of(tails)
+        return Chosen((lead, rest), values)
+
+    def _tails(self, slots: Tensor) -> Tensor:
+        """What a split layer stores of these tokens besides the leading dimensions, on the device."""
+        if self._near is None:
+            return self._found(slots, lambda segment, some: (pick(segment.buffer.tail.storage, some),))[0]
+        with stage("transfer"):
+            wanted = slots.expand(self.batch, max(self.heads, slots.shape[1]), -1)
+            fetched = self._near.fetch(wanted, self._host_pieces)
+        self.asked_rows += wanted.numel()
+        self.found_rows += fetched.found
+        self.moved_bytes += fetched.nbytes
+        return fetched.rows
+
+    def _found(self, slots: Tensor, take: Callable[[Any, Tensor], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """What `take` finds for each slot from the segment in which it lies."""
         segments = [segment for segment in self.segments if segment.tokens]
-        chosen = segments[0].pick(slots.clamp(max=segments[0].tokens - 1) if len(segments) > 1 else slots)
-        start = segments[0].tokens
-        for segment in segments[1:]:
-            later = (slots >= start)[..., None]
-            other = segment.pick((slots - start).clamp(0, segment.tokens - 1))
-            keys = tuple(torch.where(later, new, old) for new, old in zip(other.keys, chosen.keys, strict=True))
-            chosen = Chosen(keys, torch.where(later, other.values, chosen.values))
+        if len(segments) == 1:
+            return take(segments[0], slots)
+        found: tuple[Tensor, ...] = ()
+        start = 0
+        for segment in segments:
+            part = take(segment, (slots - start).clamp(0, segment.tokens - 1))
+            here = (slots >= start)[..., None]
+            found = tuple(torch.where(here, *pair) for pair in zip(part, found, strict=True)) if start else part
             start += segment.tokens
-        return chosen
+        return found
+
+    @property
+    def _split_segments(self) -> list[SplitRows]:
+        return self.segments  # type: ignore[return-value]
+
+    @property
+    def _host_pieces(self) -> list[tuple[HostTail, int]]:
+        return [(segment.buffer.tail, segment.tokens) for segment in self._split_segments]  # type: ignore[misc]
+
+    def prefetch(self) -> None:
+        """Start to fetch what the layer will probably want at its next step, if it works like that."""
+        if self._near is not None:
+            with stage("transfer"):
+                self.moved_bytes += self._near.ahead(self._host_pieces, self.device)
 
     def positions_of(self, slots: Tensor) -> Tensor:
         """True positions of the given slots: [b, heads, m] -> [b, heads, m], heads 1 widened where they differ."""
@@ -208,19 +262,19 @@ class KVLayer:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of all tensors held on the layer's device, reserved rows included; what is shared counts once."""
-        return self._bytes(on_device=True)
+        """Bytes of all tensors held on the device, reserved rows included; what is shared counts once.
+
+        Of rows that are kept in the host's memory, those that lie on the device now; on a CPU too, where both are one.
+        """
+        near = [] if self._near is None or self._near.rows is None else [self._near.rows]
+        held = [tensor for segment in self.segments for tensor in segment.tensors]
+        return _bytes([*held, *near, *self.state.values()])
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of tensors held elsewhere than on the layer's device."""
-        return self._bytes(on_device=False)
-
-    def _bytes(self, on_device: bool) -> int:
-        held = [*self.state.values(), *(tensor for segment in self.segments for tensor in segment.tensors)]
-        tensors = [tensor for tensor in held if (tensor.device == self.device) is on_device]
-        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-        return sum(storages.values())
+        """Bytes of the tensors that are kept in the host's memory."""
+        near = [] if self._near is None or self._near.slots is None else [self._near.slots]
+        return _bytes([*near, *(tensor for segment in self.segments for tensor in segment.host_tensors)])
 
     # changing it ------------------------------------------------------------------------------------------------
 
@@ -234,6 +288,8 @@ class KVLayer:
             group = held.heads // keys.shape[1]
             if group > 1:
                 keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
+        if self._split is not None and self._near is not None:
+            self.moved_bytes += keys.nbytes + values.nbytes - keys.nbytes * self._split.lead // keys.shape[3]
         if self._own is None:
             self._own = self._fresh(keys, values, rows, spare=reserve)
         else:
@@ -255,17 +311,23 @@ class KVLayer:
     def is_split(self) -> bool:
         return self._split is not None
 
-    def split(self, order: Tensor, lead: int, kernels: bool = False) -> None:
+    def split(self, order: Tensor, lead: int, kernels: bool = False, offload: Prefetch | None = None) -> None:
         """Store the first `lead` of the key dimensions `order` [H, d] apart from the others, from now on.
 
-        kernels: in the layout that kernels read. Rows that are packed or going to be, and a prompt that samples share
-        already, stay as they are.
+        kernels: in the layout that kernels read. offload: keep all but the leading dimensions in the host's memory,
+        and what is fetched from there for a step as this says (fasa_bench.near). Rows that are packed or going to be
+        stay as they are, and a prompt that samples share already, unless it is to leave the device.
         """
-        if self.packing.bits < 16 or self._frozen:
+        if self.packing.bits < 16 or (self._frozen and offload is None):
             return
         blocks = self.device.type == "cpu" and not kernels
-        self._split = Split(order.to(self.device), lead, blocks)
-        self._frozen, self._own = [], self._fresh(self.keys, self.values, self.positions, self.spare)
+        parts = [(part.keys, part.values, part.positions) for part in self._frozen]
+        own = self._own
+        self._split = Split(order.to(self.device), lead, blocks, offload is not None)
+        self._near = None if offload is None else Near(offload)
+        self._frozen = [self._fresh(*part, spare=0) for part in parts]
+        if own is not None:
+            self._own = self._fresh(own.keys, own.values, own.positions, own.spare)
 
     def keep(self, slots: Tensor) -> None:
         """Evict all but the given slots [b, heads, m], ascending, without repeats; frees the rest.
@@ -279,6 +341,7 @@ class KVLayer:
         positions = self.positions_of(slots)
         chosen = self._chosen(slots)
         self._frozen, self._own = [], self._fresh(self._whole(chosen.keys), chosen.values, positions, spare=1)
+        self._forget()
 
     def pack(self) -> None:
         """Store what is not recent in few bits if `packing` says so, now and as more tokens come."""
@@ -298,12 +361,18 @@ class KVLayer:
         else:
             self._frozen = [*self._frozen, packed]
 
+    def _forget(self) -> None:
+        """Slots mean other tokens, or another sequence, from now on."""
+        if self._near is not None:
+            self._near = Near(self._near.prefetch)
+
     # sharing one prompt -----------------------------------------------------------------------------------------
 
     def fork(self) -> KVLayer:
         """A layer that starts with the same tokens; storage is shared until one of the two has to write."""
         twin = copy.copy(self)
         twin.state = {}
+        twin._forget()
         return twin
 
     def expand(self, samples: int) -> None:
@@ -314,6 +383,7 @@ class KVLayer:
             raise ValueError("only a batch of one can be expanded to several samples")
         self._frozen, self._own, self._samples = self.segments, None, samples
         self.state = {name: tensor.expand(samples, *tensor.shape[1:]) for name, tensor in self.state.items()}
+        self._forget()
 
     def release(self, parent: KVLayer) -> None:
         """End a fork: rows it appended in shared storage are free for the next fork. The fork is unusable then."""
@@ -322,6 +392,12 @@ class KVLayer:
             own.buffer.used = theirs.tokens
         self._frozen, self._own = [], None
         self.state.clear()
+        self._forget()
+
+
+def _bytes(tensors: list[Tensor]) -> int:
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
 
 
 class Cache(transformers.Cache):
@@ -336,6 +412,8 @@ class Cache(transformers.Cache):
     def __init__(self, layers: int | list[KVLayer]) -> None:
         made = [KVLayer(index) for index in range(layers)] if isinstance(layers, int) else layers
         super().__init__(layers=made)  # type: ignore[arg-type]
+        for layer, after in zip(made, made[1:] + made[:1], strict=True):
+            layer.after = weakref.ref(after)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -365,6 +443,12 @@ class Cache(transformers.Cache):
     @property
     def device_bytes(self) -> int:
         return sum(layer.device_bytes for layer in self.layers)
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Share of the rows wanted from the host's memory that lay on the device already; None if none was wanted."""
+        asked = sum(layer.asked_rows for layer in self.layers)
+        return sum(layer.found_rows for layer in self.layers) / asked if asked else None
 
     @property
     def host_bytes(self) -> int:

@@ -11,6 +11,7 @@ Shapes as in fasa_bench.cache: b batch, H heads, n tokens, d dimension of a head
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -125,10 +126,15 @@ def pick(table: Tensor, slots: Tensor) -> Tensor:
     stored, heads, rows, width = table.shape
     batch, wanted = slots.shape[0], max(slots.shape[1], heads)
     # row number in the flattened table: a plain row copy, the fastest gather there is
-    row = torch.arange(batch, device=slots.device).clamp(max=stored - 1)[:, None] * heads
-    row = (row + torch.arange(wanted, device=slots.device) // (wanted // heads)) * rows
-    index = (row[:, :, None] + slots).flatten()
+    index = (_starts(batch, stored, wanted, heads, rows, slots.device) + slots).flatten()
     return table.reshape(-1, width).index_select(0, index).view(batch, wanted, slots.shape[2], width)
+
+
+@functools.lru_cache(maxsize=64)
+def _starts(batch: int, stored: int, wanted: int, heads: int, rows: int, device: torch.device) -> Tensor:
+    """Number of the first row of each head in a flattened table of `rows` a head: [batch, wanted, 1]."""
+    row = torch.arange(batch, device=device).clamp(max=stored - 1)[:, None] * heads
+    return ((row + torch.arange(wanted, device=device) // (wanted // heads)) * rows)[:, :, None]
 
 
 def _rounded_up(step: Tensor, dtype: torch.dtype) -> Tensor:

@@ -36,7 +36,13 @@ KEYS = ("budget", "seed", "limit", "shard", "results_dir", "store_text", *SECTIO
 # of a row that could not be computed
 NOTHING: dict[str, Any] = {"prompt_tokens": 0, "prefill_s": None, "compress_s": None, "step_ms": [], "stages_ms": {}}
 NOTHING |= {"device_bytes": 0, "host_bytes": 0, "attended_tokens": None, "cached_tokens": None, "read_bytes": None}
-NOTHING |= {"layer_steps": 0, "sparse_steps": 0, "sparse_steps_by_layer": []}
+NOTHING |= {
+    "transferred_bytes": None,
+    "hit_rate": None,
+    "layer_steps": 0,
+    "sparse_steps": 0,
+    "sparse_steps_by_layer": [],
+}
 
 
 @dataclass
@@ -228,7 +234,10 @@ def _row(prefilled: Prefilled, decoder: Decoder, example: Example, prediction: P
         "host_bytes": decoder.peak_host_bytes,
         "attended_tokens": tally.attended / per_step,
         "cached_tokens": tally.cached / per_step,
-        "read_bytes": round(decoder.read_bytes / steps) if steps else None,  # a pass over many tokens is no step
+        # a pass over many tokens is no step
+        "read_bytes": round(decoder.read_bytes / steps) if steps else None,
+        "transferred_bytes": round(decoder.moved_bytes / steps) if steps else None,
+        "hit_rate": decoder.cache.hit_rate,
         "layer_steps": tally.layer_steps,
         "sparse_steps": sum(tally.sparse.values()),
         "sparse_steps_by_layer": [tally.sparse[index] for index in sorted(tally.sparse)],
@@ -276,6 +285,8 @@ def summarise(job: Job, name: str, rows: list[dict[str, Any]], status: str) -> d
             "attended_tokens": per_layer_step("attended_tokens"),
             "cached_tokens": per_layer_step("cached_tokens"),
             "read_bytes": per_layer_step("read_bytes"),
+            "transferred_bytes": per_layer_step("transferred_bytes"),
+            "hit_rate": per_layer_step("hit_rate"),
             "sparse_steps": sum(row["sparse_steps"] for row in rows),
             "sparse_steps_by_layer": [
                 sum(layer) for layer in zip(*(r["sparse_steps_by_layer"] for r in rows), strict=False)

@@ -82,7 +82,12 @@ class Segment(Protocol):
     def device(self) -> torch.device: ...
     @property
     def tensors(self) -> list[Tensor]:
-        """Every tensor that is held."""
+        """Every tensor that is held on the device."""
+        ...
+
+    @property
+    def host_tensors(self) -> list[Tensor]:
+        """Every tensor that is meant for the host's memory, which on a CPU is the same."""
         ...
 
     @property
@@ -110,8 +115,8 @@ class Segment(Protocol):
         """[b or 1, H or 1, tokens]."""
         ...
 
-    def pick(self, slots: Tensor) -> Chosen:
-        """Keys and values of rows [b, heads, m]."""
+    def pick(self, slots: Tensor) -> tuple[Tensor, ...]:
+        """Keys and values of rows [b, heads, m], as far as they lie on the device, in the parts in which they lie."""
         ...
 
     def dot(self, query: Tensor) -> Tensor:
@@ -179,6 +184,10 @@ class Rows:
     def tensors(self) -> list[Tensor]:
         return [self.buffer.keys, self.buffer.values, self.buffer.positions]
 
+    @property
+    def host_tensors(self) -> list[Tensor]:
+        return []
+
     def append(self, keys: Tensor, values: Tensor, positions: Tensor, reserve: int) -> Rows:
         """These rows and the new ones; in place where that is safe."""
         buffer, end = self.buffer, self.tokens + keys.shape[2]
@@ -188,8 +197,8 @@ class Rows:
         buffer.write(self.tokens, keys, values, positions)
         return Rows(buffer, end)
 
-    def pick(self, slots: Tensor) -> Chosen:
-        return Chosen((pick(self.buffer.keys, slots),), pick(self.buffer.values, slots))
+    def pick(self, slots: Tensor) -> tuple[Tensor, ...]:
+        return pick(self.buffer.keys, slots), pick(self.buffer.values, slots)
 
     def dot(self, query: Tensor) -> Tensor:
         return product(query, self.keys.transpose(2, 3))
@@ -269,12 +278,16 @@ class Packed:
     def tensors(self) -> list[Tensor]:
         return [*self._keys.tensors, *self._values.tensors, self.positions]
 
+    @property
+    def host_tensors(self) -> list[Tensor]:
+        return []
+
     def append(self, other: Packed) -> Packed:
         positions = torch.cat([self.positions, other.positions], dim=2)
         return Packed(self._keys.append(other._keys), self._values.append(other._values), positions)
 
-    def pick(self, slots: Tensor) -> Chosen:
-        return Chosen((self._keys.rows(slots),), self._values.rows(slots))
+    def pick(self, slots: Tensor) -> tuple[Tensor, ...]:
+        return self._keys.rows(slots), self._values.rows(slots)
 
     def dot(self, query: Tensor) -> Tensor:
         return torch.cat([product(query, part.transpose(2, 3)) for part in self._keys.parts()], dim=-1)

@@ -135,7 +135,7 @@ class Decoder:
                 self.method.prefill(layer, query)
                 layer.prompt_queries = layer.prompt_mass = None  # the prompt's own copy stays
                 layer.pack()
-                layer.read_bytes = 0  # counted from the first decode step on
+                layer.read_bytes = layer.moved_bytes = 0  # counted from the first decode step on
         self.compress_seconds = self.state.clock.seconds.pop("compress")
         self._note_bytes()
 
@@ -143,6 +143,11 @@ class Decoder:
     def read_bytes(self) -> int:
         """Bytes of keys, values and indices that all decode steps read, over all layers."""
         return sum(layer.read_bytes for layer in self.cache.layers)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes of keys and values that went between the device and the host's memory in all decode steps."""
+        return sum(layer.moved_bytes for layer in self.cache.layers)
 
     def expand(self, samples: int) -> None:
         """Go on with `samples` sequences instead of one."""

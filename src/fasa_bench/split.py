@@ -6,6 +6,7 @@ in the same way gives the same products. Shapes as in fasa_bench.cache; r leadin
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,8 @@ from torch import Tensor
 
 from fasa_bench.lead import Lead, make_lead
 from fasa_bench.quantised import pick
-from fasa_bench.segments import Chosen, product
+from fasa_bench.segments import BLOCK, product
+from fasa_bench.tail import CHUNK, HostTail, TailRows
 
 
 @dataclass(frozen=True)
@@ -21,11 +23,13 @@ class Split:
     """order [H, d]: the dimensions of each KV head in the order they are stored. lead: the first so many are r.
 
     blocks: the leading dimensions lie as a CPU reads them best, not as the kernels expect them (fasa_bench.lead).
+    offload: all else that a token has lies in the host's memory (fasa_bench.tail).
     """
 
     order: Tensor
     lead: int
     blocks: bool = True
+    offload: bool = False
 
     def apply(self, rows: Tensor) -> Tensor:
         """Dimensions put in stored order: [b, H or Hq, m, d], the same shape."""
@@ -48,26 +52,38 @@ class Split:
 
 
 class SplitBuffer:
-    """Storage for `capacity` tokens, of which somebody wrote the first `used`.
+    """Storage for `capacity` tokens, of which somebody wrote the first `used`."""
 
-    tail [b, H, capacity, d - r + d]: the other key dimensions and the value of a token lie together, for they are
-    fetched together.
-    """
-
-    def __init__(self, split: Split, keys: Tensor, values: Tensor, positions: Tensor, spare: int) -> None:
-        batch, heads, tokens, dim = keys.shape
-        self.lead: Lead = make_lead(batch, heads, tokens + spare, split.lead, keys, split.blocks)
-        capacity = self.lead.capacity
-        self.tail = keys.new_zeros(batch, heads, capacity, 2 * dim - split.lead)
-        self.positions = positions.new_zeros(batch, positions.shape[1], capacity)
+    def __init__(self, split: Split, like: Tensor, position_heads: int, tokens: int) -> None:
+        """Room for so many tokens at least, for the batch and heads of `like` [b, H, ...], of its type and device."""
+        batch, self.heads = like.shape[:2]
+        heads, dim = self.heads, split.order.shape[1]
+        self.capacity = -(-tokens // BLOCK) * BLOCK
+        self.lead: Lead = make_lead(batch, heads, self.capacity, split.lead, like, split.blocks)
+        make_tail = HostTail if split.offload else TailRows
+        self.tail: HostTail | TailRows = make_tail(batch, heads, self.capacity, 2 * dim - split.lead, dim, like)
+        shape = (batch, position_heads, self.capacity)
+        self.positions = torch.zeros(shape, dtype=torch.long, device=like.device)
         self.used = 0
 
     def write(self, split: Split, start: int, keys: Tensor, values: Tensor, positions: Tensor) -> None:
         self.used = start + keys.shape[2]
-        lead, rest = split.parts(keys)
-        self.lead.write(start, lead)
-        self.tail[:, :, start : self.used] = torch.cat([rest, values], dim=-1)
         self.positions[:, :, start : self.used] = positions
+        for first in range(0, keys.shape[2], CHUNK):
+            now = slice(first, first + CHUNK)
+            lead, rest = split.parts(keys[:, :, now])
+            self.lead.write(start + first, lead)
+            self.tail.write(start + first, rest, values[:, :, now])
+
+    def grown(self, split: Split, tokens: int, spare: int) -> SplitBuffer:
+        """A copy of the first tokens with more room."""
+        lead = self.lead.rows(tokens)
+        other = SplitBuffer(split, lead, self.positions.shape[1], tokens + spare)
+        other.used = tokens
+        other.lead.write(0, lead)
+        other.tail.take_over(self.tail, tokens)
+        other.positions[:, :, :tokens] = self.positions[:, :, :tokens]
+        return other
 
 
 class SplitRows:
@@ -78,17 +94,17 @@ class SplitRows:
 
     @classmethod
     def of(cls, split: Split, keys: Tensor, values: Tensor, positions: Tensor, spare: int) -> SplitRows:
-        buffer = SplitBuffer(split, keys, values, positions, spare)
+        buffer = SplitBuffer(split, keys, positions.shape[1], keys.shape[2] + spare)
         buffer.write(split, 0, keys, values, positions)
         return cls(split, buffer, keys.shape[2])
 
     @property
     def batch(self) -> int:
-        return self.buffer.tail.shape[0]
+        return self.buffer.lead.batch
 
     @property
     def heads(self) -> int:
-        return self.buffer.tail.shape[1]
+        return self.buffer.heads
 
     @property
     def device(self) -> torch.device:
@@ -96,22 +112,27 @@ class SplitRows:
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [self.buffer.lead.storage, self.buffer.tail, self.buffer.positions, self.split.order]
+        near = [self.buffer.lead.storage, self.buffer.positions, self.split.order]
+        return near if self.split.offload else [*near, self.buffer.tail.storage]
+
+    @property
+    def host_tensors(self) -> list[Tensor]:
+        return [self.buffer.tail.storage] if self.split.offload else []
 
     @property
     def spare(self) -> int:
         """Rows that are free behind these."""
-        return self.buffer.lead.capacity - self.tokens
+        return self.buffer.capacity - self.tokens
 
     @property
     def storage(self) -> tuple[Tensor, Tensor, Tensor]:
         """For kernels: leading and other key dimensions and values of the whole capacity, [b, H, capacity, ...]."""
-        dim = self.split.order.shape[1]
-        return self.buffer.lead.storage, self.buffer.tail[..., :-dim], self.buffer.tail[..., -dim:]
+        dim, tail = self.split.order.shape[1], self.buffer.tail.storage
+        return self.buffer.lead.storage, tail[..., :-dim], tail[..., -dim:]
 
     @property
     def lead_bytes(self) -> int:
-        return self.batch * self.heads * self.tokens * self.split.lead * self.buffer.tail.itemsize
+        return self.batch * self.heads * self.tokens * self.split.lead * self.buffer.tail.storage.itemsize
 
     @property
     def key_bytes(self) -> int:
@@ -119,7 +140,7 @@ class SplitRows:
 
     @property
     def value_bytes(self) -> int:
-        return self.values.numel() * self.values.itemsize
+        return self.batch * self.heads * self.tokens * self.split.order.shape[1] * self.buffer.tail.storage.itemsize
 
     @property
     def keys(self) -> Tensor:
@@ -127,7 +148,7 @@ class SplitRows:
 
     @property
     def values(self) -> Tensor:
-        return self.buffer.tail[:, :, : self.tokens, -self.split.order.shape[1] :]
+        return self.buffer.tail.values(self.tokens)
 
     @property
     def positions(self) -> Tensor:
@@ -135,28 +156,23 @@ class SplitRows:
 
     @property
     def _rest(self) -> Tensor:
-        return self.buffer.tail[:, :, : self.tokens, : -self.split.order.shape[1]]
+        return self.buffer.tail.rest(self.tokens)
 
     def append(self, keys: Tensor, values: Tensor, positions: Tensor, reserve: int) -> SplitRows:
         """These rows and the new ones; in place where that is safe."""
         buffer, end = self.buffer, self.tokens + keys.shape[2]
-        if buffer.used != self.tokens or end > buffer.lead.capacity:
-            spare = max(keys.shape[2] + reserve, self.tokens // 8)
-            buffer = SplitRows.of(self.split, self.keys, self.values, self.positions, spare).buffer
+        if buffer.used != self.tokens or end > buffer.capacity:
+            buffer = buffer.grown(self.split, self.tokens, max(keys.shape[2] + reserve, self.tokens // 8))
         buffer.write(self.split, self.tokens, keys, values, positions)
         return SplitRows(self.split, buffer, end)
 
-    def pick(self, slots: Tensor) -> Chosen:
-        rest, values = self._pick_tail(slots)
-        return Chosen((self.buffer.lead.pick(slots), rest), values)
+    def pick(self, slots: Tensor) -> tuple[Tensor, ...]:
+        """Leading dimensions, and the tail unless it is in the host's memory."""
+        lead = self.buffer.lead.pick(slots)
+        return (lead,) if self.split.offload else (lead, pick(self.buffer.tail.storage, slots))
 
-    def pick_rest(self, slots: Tensor) -> Chosen:
-        """`pick` without the leading dimensions."""
-        rest, values = self._pick_tail(slots)
-        return Chosen((rest,), values)
-
-    def _pick_tail(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        tail = pick(self.buffer.tail, slots)
+    def parts_of(self, tail: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows of the tail [..., d - r + d]: the other key dimensions, and the values."""
         dim = self.split.order.shape[1]
         return tail[..., :-dim], tail[..., -dim:]
 
@@ -189,5 +205,11 @@ def at(products: Tensor, slots: Tensor) -> Tensor:
     """The products of some tokens, without `in_one`: [B, b, Hq, 1, C], slots [b, heads, m] -> [b, Hq, 1, m]."""
     _, batch, heads, _, block = products.shape
     slots = slots.repeat_interleave(heads // slots.shape[1], dim=1)
-    row = torch.arange(batch * heads, device=slots.device).view(batch, heads, 1) * block
+    row = _first_of_heads(batch, heads, block, slots.device)
     return products.take((slots // block) * (batch * heads * block) + slots % block + row)[:, :, None]
+
+
+@functools.lru_cache(maxsize=64)
+def _first_of_heads(batch: int, heads: int, block: int, device: torch.device) -> Tensor:
+    """Where in a block the products of each query head begin: [b, Hq, 1]."""
+    return torch.arange(batch * heads, device=device).view(batch, heads, 1) * block
