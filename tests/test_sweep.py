@@ -27,7 +27,20 @@ from tests.conftest import ROOT
 from tests.test_run import SMALL, SMALL_TASK, command, rows_of
 
 MEASURED = {"prefill_s", "compress_s", "feed_s", "decode_s", "parallel_s", "step_ms", "stages_ms"}
-METHODS = ("fkv", "oracle", "fasa", "fasa_plus", "streamingllm", "snapkv", "quest", "h2o", "rkv", "sparq", "tova")
+METHODS = (
+    "fkv",
+    "oracle",
+    "fasa",
+    "fasa_m",
+    "fasa_plus",
+    "streamingllm",
+    "snapkv",
+    "quest",
+    "h2o",
+    "rkv",
+    "sparq",
+    "tova",
+)
 
 
 @pytest.fixture(scope="module")
@@ -81,9 +94,9 @@ def test_a_group_gives_what_single_runs_give(make: Any, tmp_path: Path, monkeypa
         patch.setattr(Session, "prefill", counted)
         jobs = [make(*line, "limit=2") for line in lines]
         ends = run_all(jobs)
-    assert len(passes) == 6  # not 6 * 16
+    assert len(passes) == 6  # not 6 * 17
     assert all(observe and observe.mass and observe.window >= 32 for observe in passes)
-    assert [error for _, _, error in ends] == [None] * 16
+    assert [error for _, _, error in ends] == [None] * 17
     folders = {label: folder for label, folder, _ in ends}
     for job in jobs:
         folder = folders[job.label]

@@ -141,10 +141,10 @@ class Lane:
     examples: all of its examples by id, in order; waiting: ids of those that have no row yet.
     """
 
-    def __init__(self, job: Job, report: Report) -> None:
+    def __init__(self, job: Job, report: Report, identity: dict[str, Any] | None = None) -> None:
         self.jobs = [job]
         self.examples: dict[str, Example] = {}
-        identity = job.identity
+        identity = identity or job.identity
         self.name = run_id(identity)
         self.folder = job.results_dir / "runs" / self.name
         self._report = report
@@ -244,8 +244,9 @@ def _merge(job: Job, report: Report) -> None:
     """If this was the last shard of its run, write the whole run from the rows of all shards."""
     if job.shard is None:
         return
-    whole = Lane(job.sharded(None), report)
-    folders = [Lane(job.sharded(shard), report).folder for shard in job.shard.all]
+    identity = {key: value for key, value in job.identity.items() if key != "shard"}
+    whole = Lane(job.sharded(None), report, identity)
+    folders = [whole.folder.with_name(run_id(identity | {"shard": str(shard)})) for shard in job.shard.all]
     try:
         if not all(map(is_complete, folders)):
             return
@@ -274,8 +275,9 @@ def is_complete(folder: Path) -> bool:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """An accelerator's, Python's own, or that of torch on a CPU, which is a RuntimeError like any other."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+    """An accelerator's, Python's own, or one that torch raises like any other RuntimeError."""
+    told = ("DefaultCPUAllocator", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(part in str(error) for part in told)
 
 
 def _progress(lanes: Sequence[Lane]) -> tqdm[Any]:
