@@ -128,7 +128,7 @@ print(done, run + 1)
 
 def test_killed_at_50_random_moments(tmp_path: Path) -> None:
     """Two runs that share prompts; after each kill they start again. All that is left equals an undisturbed run."""
-    lines = [*SMALL, *SMALL_TASK, "task.windows=8", "task.decode=8", "task.parts=[perplexity]"]
+    lines = [*SMALL, *SMALL_TASK, "task.windows=4", "task.decode=8", "task.parts=[perplexity]"]
     line = [sys.executable, "-c", KILLER, str(ROOT / "conf"), str(tmp_path), "50", *lines]
     environ = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     done = subprocess.run(line, capture_output=True, text=True, timeout=500, env=environ)

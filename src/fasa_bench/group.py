@@ -51,31 +51,34 @@ def grouped(jobs: Sequence[Job]) -> list[list[Job]]:
 def run_group(jobs: Sequence[Job], report: Report) -> None:
     """Run the jobs of one group, or what is missing of them; one that fails leaves the others alone."""
     lanes: dict[Path, Lane] = {}
-    for job in jobs:
-        try:
-            lane = Lane(job, report)
-            if lane.folder in lanes:  # full KV is the same run at every budget
-                lanes[lane.folder].jobs.append(job)
-            elif is_complete(lane.folder):
-                log.info("nothing to do: %s is complete", lane.folder)
-                report(job, lane.folder, None)
-                _merge(job, report)
-            else:
-                lane.open()
-                lanes[lane.folder] = lane
-        except Exception as error:
-            report(job, None, error)
-    running = list(lanes.values())
     try:
-        if running:
-            _walk(running)
+        for job in jobs:
+            try:
+                _enter(job, lanes, report)
+            except Exception as error:
+                report(job, None, error)
+        if lanes:
+            _walk(list(lanes.values()))
     except Exception as error:  # what all of them need
-        for lane in running:
+        for lane in lanes.values():
             lane.fail(error)
     except BaseException as error:
-        for lane in running:
+        for lane in lanes.values():
             lane.close("interrupted", error)
         raise
+
+
+def _enter(job: Job, lanes: dict[Path, Lane], report: Report) -> None:
+    lane = Lane(job, report)
+    if lane.folder in lanes:  # full KV is the same run at every budget
+        lanes[lane.folder].jobs.append(job)
+    elif is_complete(lane.folder):
+        log.info("nothing to do: %s is complete", lane.folder)
+        report(job, lane.folder, None)
+        _merge(job, report)
+    else:
+        lane.open()
+        lanes[lane.folder] = lane
 
 
 def _walk(lanes: Sequence[Lane]) -> None:
@@ -97,7 +100,7 @@ def _walk(lanes: Sequence[Lane]) -> None:
                     lane.job.prepare()
         with Session(network, job.model.prefill_backend) as session, _progress(lanes) as bar:
             for example in examples:
-                _evaluate(session, [lane for lane in lanes if example.id in lane.waiting], example.id, bar)
+                _evaluate(session, [lane for lane in lanes if lane.wants(example.id)], example.id, bar)
     for lane in lanes:
         with lane.failing():
             lane.finish([example.id for example in examples])
@@ -138,7 +141,7 @@ def _row(session: Session, lane: Lane, name: str, prompts: Prompts | None, *, ag
 class Lane:
     """A run folder on its way through the examples, and the jobs that asked for it.
 
-    examples: all of its examples by id, in order; waiting: ids of those that have no row yet.
+    examples: all of its examples by id, in order; waiting: how many of them have no row yet.
     """
 
     def __init__(self, job: Job, report: Report, identity: dict[str, Any] | None = None) -> None:
@@ -160,8 +163,11 @@ class Lane:
         return self.jobs[0]
 
     @property
-    def waiting(self) -> set[str]:
-        return self.examples.keys() - self._store.done if self._running else set()
+    def waiting(self) -> int:
+        return sum(map(self.wants, self.examples))
+
+    def wants(self, name: str) -> bool:
+        return self._running and name in self.examples and name not in self._store.done
 
     def open(self) -> None:
         """Take the run folder; UserError if it cannot be had."""
@@ -190,7 +196,7 @@ class Lane:
         self._leave(None)
         error = None
         if failed:
-            reasons = "; ".join(dict.fromkeys(row["error"] for row in failed))
+            reasons = "; ".join(list(dict.fromkeys(row["error"] for row in failed))[:3])
             again = "they are no part of the scores; the same command tries them again"
             error = FailedExamplesError(f"{len(failed)} of {len(order)} examples failed ({reasons}): {again}")
         for job in self.jobs:
@@ -288,7 +294,7 @@ def _progress(lanes: Sequence[Lane]) -> tqdm[Any]:
     total = sum(len(lane.examples) for lane in lanes)
     return tqdm(
         total=total,
-        initial=total - sum(len(lane.waiting) for lane in lanes),
+        initial=total - sum(lane.waiting for lane in lanes),
         desc=f"{job.task.name} {what}",
         mininterval=0.2 if sys.stderr.isatty() else 15.0,
         file=sys.stderr,
