@@ -9,7 +9,7 @@ BENCH := $(RESULTS)/bench
 BENCH_GPU := $(RESULTS)/bench-gpu
 TIMED := task=latency budget=256 logger=none results_dir=$(BENCH)
 
-.PHONY: setup demo test lint tables figures bench bench-gpu clean
+.PHONY: setup demo test lint tables figures bench bench-gpu bench-sweep clean
 
 setup: $(READY)
 
@@ -50,6 +50,9 @@ bench-gpu: setup  ## the same on a CUDA GPU for Llama-3.1-8B's shape, and the ke
 	$(BIN)/python benchmarks/gpu.py --out $(BENCH_GPU)/gpu.json
 	[ ! -d $(BENCH_GPU)/runs ] || $(BIN)/python -m fasa_bench.report tables --results-dir $(BENCH_GPU)
 	[ ! -d $(BENCH_GPU)/runs ] || $(BIN)/python -m fasa_bench.report figures --results-dir $(BENCH_GPU)
+
+bench-sweep: setup  ## one sweep against the same 24 runs one by one, on LongBench; DATA: settings such as task.data_dir=FOLDER
+	$(BIN)/python benchmarks/sweep.py --out $(RESULTS)/bench-sweep $(DATA)
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

@@ -16,7 +16,7 @@ from fasa_bench.errors import UserError
 from fasa_bench.method import Method
 from fasa_bench.models import Model, ModelSpec
 from fasa_bench.protocol import Protocol
-from fasa_bench.store import load_run
+from fasa_bench.store import load_run, run_id
 from fasa_bench.task import Example
 from tests.conftest import ROOT
 
@@ -145,10 +145,10 @@ def test_a_sparse_first_token_is_the_method_s(job: Any) -> None:
 
 def test_deviations_and_id_tell(job: Any) -> None:
     plain = job()
-    ids = {runner.run_id(job(*more).identity) for more in ([], [SPARSE], [FED], ["protocol.begin_token=on"])}
+    ids = {run_id(job(*more).identity) for more in ([], [SPARSE], [FED], ["protocol.begin_token=on"])}
     assert len(ids) == 4
-    assert runner.run_id(job(FED, SPARSE).identity) == runner.run_id(job(FED).identity)
-    assert runner.run_id(job("store_text=false").identity) == runner.run_id(plain.identity)  # it changes no output
+    assert run_id(job(FED, SPARSE).identity) == run_id(job(FED).identity)
+    assert run_id(job("store_text=false").identity) == run_id(plain.identity)  # it changes no output
     assert job(FED).config["protocol"]["first_token"] == "sparse"  # what tables name the run by
     told = job(FED).deviations
     assert {key: told[f"protocol.{key}"]["value"] for key in Protocol.notes} == {

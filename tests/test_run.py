@@ -21,6 +21,7 @@ from fasa_bench import runner
 from fasa_bench.cli import explain
 from fasa_bench.errors import UserError
 from fasa_bench.models import Model
+from fasa_bench.store import run_id
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = ["model=tiny", "logger=none", "budget=16"]
@@ -145,7 +146,7 @@ def test_examples_do_not_influence_each_other(make: Any) -> None:
 
 def test_what_can_change_an_output_changes_the_id(make: Any, tmp_path: Path) -> None:
     def name(*overrides: str) -> str:
-        return runner.run_id(make("method=fasa", *overrides).identity)
+        return run_id(make("method=fasa", *overrides).identity)
 
     base = name()
     changed = ["budget=17", "budget=0.5", "seed=1", "limit=1", "method.recent=3", "method.pairing=adjacent"]

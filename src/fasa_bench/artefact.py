@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from fasa_bench.errors import UserError
+from fasa_bench.store import write_whole
 
 if TYPE_CHECKING:
     from fasa_bench.calibration import Calibration
@@ -27,9 +27,7 @@ def save(
     """Write an artefact: the tensor and, as text, what it was made of."""
     settings = {key: str(value) for key, value in asdict(calibration).items()}
     facts = {"model": model.name, "fingerprint": model.fingerprint, "sample": calibration.sample_id}
-    draft = path.with_suffix(f".{os.getpid()}.tmp")
-    save_file({kind: tensor.contiguous()}, draft, metadata={**settings, **facts, SETTING[kind]: setting})
-    draft.replace(path)
+    write_whole(path, save_tensors({kind: tensor.contiguous()}, {**settings, **facts, SETTING[kind]: setting}))
 
 
 def load(path: Path, model: Model, setting: str, kind: Kind = "agreement") -> Tensor:

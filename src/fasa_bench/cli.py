@@ -1,4 +1,4 @@
-"""The command line: Hydra composes a config, the runner runs it, one clear error tells what was wrong with it."""
+"""The command line: Hydra composes configs, the runner runs them, one clear error tells what was wrong with one."""
 
 from __future__ import annotations
 
@@ -6,28 +6,42 @@ import logging
 import os
 import sys
 import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from fasa_bench.errors import UserError
+from fasa_bench.errors import FailedExamplesError, UserError
+from hydra_plugins.fasa_bench_launcher import Together
 
-_folders: list[Path] = []  # run folders of this process
-_failures: list[str] = []  # what went wrong, one entry a job
+if TYPE_CHECKING:
+    from fasa_bench.runner import Job
+
+
+@dataclass
+class End:
+    """How a job ended: its run folder, a message if something went wrong, or both (some examples failed)."""
+
+    job: str
+    folder: Path | None
+    error: str | None
+
+
+_ends: list[End] = []  # of this process's jobs, in the order in which they ended
 
 
 def main(conf: Path) -> None:
     """Run the job, or all jobs of a multirun, that the command line describes; exits non-zero if one failed."""
-    logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr)
-    logging.getLogger("fasa_bench").setLevel(logging.INFO)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors on, and they are told here in one line
+    set_up()
+    Plugins.instance().register(Together)  # Hydra's own search misses it in some editable installs
     try:
         hydra.main(version_base="1.3", config_path=str(conf), config_name="config")(job)()
     except (HydraException, OmegaConfBaseException, OSError, ValueError) as error:  # jobs handle their own
@@ -35,29 +49,65 @@ def main(conf: Path) -> None:
     except KeyboardInterrupt:
         print("interrupted; finished examples are stored, the same command goes on from there", file=sys.stderr)
         sys.exit(130)  # as the shell has it for an interrupted command
-    if _failures:
+    if any(end.error for end in _ends):
         sys.exit(1)
 
 
+def set_up() -> None:
+    """What every process needs that runs jobs."""
+    logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr)
+    logging.getLogger("fasa_bench").setLevel(logging.INFO)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors on, and they are told here in one line
+
+
 def job(cfg: DictConfig) -> None:
-    """One job. A failure is told at once and remembered, so that the other jobs of a multirun go on."""
-    from fasa_bench import runner  # here, so that --help and Hydra's own errors come without loading torch
-
-    try:
-        folder = runner.run(runner.Job.of(cfg))
-    except UserError as error:
-        _fail(f"error: {error}")
-    except Exception as error:
-        traceback.print_exc()
-        _fail(f"error: {type(error).__name__}: {error}")
-    else:
-        _folders.append(folder)
-        print(f"run: {folder}", flush=True)
+    """The one job of a command without -m."""
+    run_jobs([(" ".join(HydraConfig.get().overrides.task), cfg)])
 
 
-def _fail(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)
-    _failures.append(f"{' '.join(HydraConfig.get().overrides.task)}: {message}")
+def run_jobs(configs: Sequence[tuple[str, DictConfig]], quiet: bool = False) -> list[End]:
+    """Run named jobs, those that share model and task together. A failure is told at once and stops no other job.
+
+    quiet: in a worker: whoever gets what is returned tells it on standard output.
+    """
+    from fasa_bench import group, runner  # here, so that --help and Hydra's own errors come without loading torch
+
+    jobs: list[Job] = []
+    ends: list[End] = []
+
+    def report(name: str, folder: Path | None, error: Exception | None) -> None:
+        end = End(name, folder, None if error is None else _message(error))
+        ends.append(end)
+        if end.error:
+            print(end.error, file=sys.stderr, flush=True)
+        if not quiet:
+            tell(end)
+
+    for name, cfg in configs:
+        try:
+            jobs.append(runner.Job.of(cfg, name))
+        except Exception as error:
+            report(name, None, error)
+    groups = group.grouped(jobs)
+    jobs.clear()
+    while groups:  # popped, so that one model's weights are free before the next one's are loaded
+        group.run_group(groups.pop(0), lambda job, folder, error: report(job.label, folder, error))
+    return ends
+
+
+def _message(error: Exception) -> str:
+    if isinstance(error, UserError | FailedExamplesError):
+        return f"error: {error}"
+    traceback.print_exception(error)
+    return f"error: {type(error).__name__}: {error}"
+
+
+def tell(end: End) -> None:
+    """One line on stdout for a run folder; what went wrong is remembered for the end."""
+    _ends.append(end)
+    if end.folder:
+        print(f"run: {end.folder}", flush=True)
 
 
 def explain(error: Exception) -> str:
@@ -82,14 +132,11 @@ class Overview(Callback):
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         from fasa_bench.report import print_table
-        from fasa_bench.store import load_run
+        from fasa_bench.store import load_run, without_parts
 
-        if _folders:
-            print_table([load_run(folder) for folder in dict.fromkeys(_folders)])  # full KV is one run for all budgets
-        if _failures:
-            print(
-                f"{len(_failures)} of {len(_folders) + len(_failures)} jobs failed:",
-                *_failures,
-                sep="\n  ",
-                file=sys.stderr,
-            )
+        folders = dict.fromkeys(end.folder for end in _ends if end.folder)  # full KV is one run for all budgets
+        if folders:
+            print_table(without_parts([load_run(folder) for folder in folders]))
+        failures = [f"{end.job}: {end.error}" for end in _ends if end.error]
+        if failures:
+            print(f"{len(failures)} of {len(_ends)} jobs failed:", *failures, sep="\n  ", file=sys.stderr)

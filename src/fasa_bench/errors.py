@@ -12,3 +12,7 @@ class UserError(Exception):
     def of(cls, key: str, value: Any, allowed: str) -> UserError:
         """The house form: which key, what it was given, and what is allowed."""
         return cls(f"{key}={value!r} is not allowed: {allowed}")
+
+
+class FailedExamplesError(Exception):
+    """A run went through all examples, and some of them could not be computed."""

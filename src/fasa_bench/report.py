@@ -19,7 +19,7 @@ from rich.table import Table
 
 from fasa_bench.errors import UserError
 from fasa_bench.latency_tables import markdown, timings
-from fasa_bench.store import Run, find_runs, load_run, write_whole
+from fasa_bench.store import Run, find_runs, load_run, without_parts, write_whole
 from fasa_bench.tables import (
     MISSING,
     Group,
@@ -142,7 +142,7 @@ def _load(folder: str) -> Run:
 
 
 def _some(results_dir: str | Path, runs: Sequence[Run] | None) -> Sequence[Run]:
-    runs = find_runs(results_dir) if runs is None else runs
+    runs = without_parts(find_runs(results_dir)) if runs is None else runs
     if not runs:
         raise UserError(
             f"there are no runs under {Path(results_dir) / 'runs'}: start one with `python run.py`, "

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import resource
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from tqdm import tqdm
 
 from fasa_bench.calibration import Calibration
 from fasa_bench.config import build
@@ -21,20 +18,21 @@ from fasa_bench.errors import UserError
 from fasa_bench.identity import identity_of
 from fasa_bench.method import Method, check_budget, resolve_budget
 from fasa_bench.models import Model, ModelSpec
+from fasa_bench.prompts import Prompts
 from fasa_bench.protocol import Protocol
 from fasa_bench.rows import answers, prompt, without_texts
 from fasa_bench.segments import Packing
 from fasa_bench.session import Decoder, Generation, Prefilled, Session
+from fasa_bench.shards import Shard
 from fasa_bench.statistics import quantiles
-from fasa_bench.store import RunStore, load_run, run_id
+from fasa_bench.store import run_id
 from fasa_bench.task import Example, Prediction, Task, Timing
 from fasa_bench.timing import DoesNotFitError, begin, measure
-from fasa_bench.tracking import Tracker
 
 log = logging.getLogger("fasa_bench")
 
 SECTIONS = ("protocol", "cache", "calibration", "model", "method", "task", "logger")
-KEYS = ("budget", "seed", "limit", "results_dir", "store_text", *SECTIONS)
+KEYS = ("budget", "seed", "limit", "shard", "results_dir", "store_text", *SECTIONS)
 # of a row that could not be computed
 NOTHING: dict[str, Any] = {"prompt_tokens": 0, "prefill_s": None, "compress_s": None, "step_ms": [], "stages_ms": {}}
 NOTHING |= {"device_bytes": 0, "host_bytes": 0, "attended_tokens": None, "cached_tokens": None, "read_bytes": None}
@@ -60,12 +58,14 @@ class Job:
     packing: Packing
     protocol: Protocol
     limit: int | None
+    shard: Shard | None
     results_dir: Path
     store_text: bool
+    label: str = ""
 
     @classmethod
-    def of(cls, cfg: DictConfig) -> Job:
-        """Check a composed config as far as that goes without loading weights."""
+    def of(cls, cfg: DictConfig, label: str = "") -> Job:
+        """Check a composed config as far as that goes without loading weights. label: what messages call the job."""
         config: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
         for key in config:
             if key not in KEYS:
@@ -95,14 +95,16 @@ class Job:
             packing=packing,
             protocol=protocol,
             limit=limit,
+            shard=Shard.of(config["shard"]),
             results_dir=Path(results_dir),
             store_text=config["store_text"],
+            label=label,
         )
 
     @property
     def identity(self) -> dict[str, Any]:
         """Everything that can change an output: what the run id is made of."""
-        return identity_of(
+        identity = identity_of(
             self.model,
             self.task,
             self.method,
@@ -113,6 +115,15 @@ class Job:
             seed=self.config["seed"],
             limit=self.limit,
         )
+        return identity | {"shard": str(self.shard)} if self.shard else identity
+
+    @property
+    def run_id(self) -> str:
+        return run_id(self.identity)
+
+    def sharded(self, shard: Shard | None) -> Job:
+        """The same on another part of the examples, or on all of them."""
+        return replace(self, shard=shard, config=self.config | {"shard": str(shard) if shard else None})
 
     def prepare(self) -> None:
         """What needs the model: check layers, calibrate the method."""
@@ -138,53 +149,28 @@ class Job:
 
 def run(job: Job) -> Path:
     """Run one job, or what is missing of it; returns its run folder."""
-    identity = job.identity
-    name = run_id(identity)
-    folder = job.results_dir / "runs" / name
-    if _is_complete(folder):
-        log.info("nothing to do: %s is complete", folder)
-        return folder
-    settings = job.config | {"identity": identity}
-    with contextlib.ExitStack() as stack:
-        store = stack.enter_context(RunStore(job.results_dir, name, settings, lambda row: _is_whole(job, row)))
-        tracker = stack.enter_context(Tracker.of(job.config["logger"], name, job.config, job.results_dir))
-        try:
-            examples = job.protocol.apply(list(job.task.examples(job.model, job.limit)), job.model)
-            if not examples:
-                raise UserError("the task has no examples")
-            waiting = [example for example in examples if example.id not in store.done]
-            if waiting:
-                job.prepare()
-                with Session(job.model.network, job.model.prefill_backend) as session:
-                    for example in _progress(waiting, examples, job):
-                        row = evaluate(session, job, example)
-                        store.append(row)
-                        tracker.log_row(row)
-        except BaseException as error:
-            status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-            store.write_summary(
-                summarise(job, name, store.rows, status) | {"error": f"{type(error).__name__}: {error}"}
-            )
-            raise
-        order = {example.id: place for place, example in enumerate(examples)}
-        rows = sorted((row for row in store.rows if row["id"] in order), key=lambda row: order[row["id"]])
-        summary = summarise(job, name, rows, "complete")
-        store.write_summary(summary)
-        tracker.log_summary(summary)
+    from fasa_bench.group import run_group  # it needs this module
+
+    ends: list[tuple[Path | None, Exception | None]] = []
+    run_group([job], lambda job, folder, error: ends.append((folder, error)))
+    folder, error = ends[0]
+    if error is not None:
+        raise error
+    assert folder is not None
     return folder
 
 
-def evaluate(session: Session, job: Job, example: Example) -> dict[str, Any]:
-    """Prefill, decode and score one example: its row. A budget that is a share is one of the whole prompt."""
+def evaluate(session: Session, job: Job, example: Example, prompts: Prompts | None = None) -> dict[str, Any]:
+    """Decode and score one example: its row. A budget that is a share is one of the whole prompt.
+
+    prompts: dense passes that other jobs share; None makes one.
+    """
     if example.timing is not None:
         return _time(session, job, example, example.timing)
-    length = len(example.target_ids) if example.target_ids is not None else example.max_new_tokens
-    samples = 1
-    if example.sampling:
-        samples, length = len(example.sampling.seeds), 0  # most answers end far below the limit: room grows with them
-    dense, rest = job.protocol.split(example)
-    prefilled = session.prefill(dense, observe=job.method.observes(), reserve=len(rest) + length)
+    prefilled = (prompts or Prompts(session, [(job, example)])).prefilled(job, example)
+    _, rest = job.protocol.split(example)
     budget = resolve_budget(job.budget, len(example.prompt_ids))
+    samples = len(example.sampling.seeds) if example.sampling else 1
     with prefilled.fork(job.method, budget, samples, packing=job.packing) as decoder:
         decoder.feed(rest)
         prediction = _decode(decoder, job.model, example)
@@ -334,30 +320,10 @@ def _peak_bytes(model: Model) -> int:
     return int(torch.get_device_module(model.device).max_memory_allocated(model.device))
 
 
-def _is_whole(job: Job, row: dict[str, Any]) -> bool:
+def is_whole(job: Job, row: dict[str, Any]) -> bool:
     """Whether a stored row can be summed up; rows of an earlier version or of another hand may lack a part."""
     try:
         summarise(job, "", [row], "partial")
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError):
         return False
     return True
-
-
-def _is_complete(folder: Path) -> bool:
-    try:
-        run = load_run(folder)
-        return run.summary.get("status") == "complete" and run.summary.get("examples") == len(run.rows)
-    except (OSError, ValueError):
-        return False
-
-
-def _progress(waiting: list[Example], examples: list[Example], job: Job) -> Iterator[Example]:
-    """Yield the waiting examples behind a progress bar that counts the stored ones as done."""
-    budget = "" if job.budget is None else f" budget={job.budget}"
-    label = f"{job.task.name} {job.method.name}{budget}"
-    every = 0.2 if sys.stderr.isatty() else 15.0
-    done = len(examples) - len(waiting)
-    with tqdm(total=len(examples), initial=done, desc=label, mininterval=every, file=sys.stderr, unit="ex") as bar:
-        for example in waiting:
-            yield example
-            bar.update()

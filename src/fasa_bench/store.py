@@ -16,7 +16,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from types import TracebackType
 from typing import Any
@@ -29,6 +29,10 @@ from fasa_bench.errors import UserError
 log = logging.getLogger("fasa_bench")
 
 STATUSES = ("complete", "failed", "interrupted", "partial")
+
+
+class BusyError(UserError):
+    """Another process is writing the run folder."""
 
 
 def run_id(identity: Mapping[str, Any]) -> str:
@@ -75,9 +79,10 @@ def plain(value: Any) -> Any:
 class RunStore:
     """The one writer of a run folder; a context manager.
 
-    rows: what the folder holds, in file order; done: their ids; env: where the rows were computed.
+    rows: what the folder holds, in file order; failed: rows with an "error" instead of scores, which the next start
+    drops to try them again; done: ids of both; env: where the rows were computed.
     is_whole: whether a stored row has all that its reader needs; one that has not counts as not there.
-    Entering raises UserError when the folder cannot be used or another process is writing it.
+    Entering raises UserError when the folder cannot be used, BusyError when another process is writing it.
     """
 
     def __init__(
@@ -92,8 +97,10 @@ class RunStore:
         self.config: dict[str, Any] = plain(config)
         self.folder = self.results_dir / "runs" / run_id
         self.rows: list[dict[str, Any]] = []
+        self.failed: list[dict[str, Any]] = []
         self.done: set[str] = set()
         self.env: dict[str, Any] = {}
+        self._here: dict[str, Any] = {}
         self._is_whole = is_whole
         self._file = -1
 
@@ -147,8 +154,20 @@ class RunStore:
                 ) from error
             raise
         self._size += len(line)
-        self.rows.append(json.loads(line))  # as a later start will read it, so that both sum up alike
+        kept = self.failed if "error" in row else self.rows
+        kept.append(json.loads(line))  # as a later start will read it, so that both sum up alike
         self.done.add(key)
+
+    def take(self, part: Run) -> list[dict[str, Any]]:
+        """Append the rows of another run that are missing here, under the environment that computed them."""
+        new = [row for row in part.rows if row["id"] not in self.done]
+        here, self._here = self._here, {key: value for key, value in part.env.items() if key != "earlier"}
+        try:
+            for row in new:
+                self.append(row)
+        finally:
+            self._here = here
+        return new
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Replace summary.json; run_id, env and config are filled in. Raises UserError if it cannot be written."""
@@ -175,7 +194,7 @@ class RunStore:
                 who = holder.read_text().strip()
             except OSError:  # it has the lock, and has not yet said who it is
                 who = "another process"
-            raise UserError(
+            raise BusyError(
                 f"{self.folder} is being written by {who}: wait until it ends, or end it, and start this command again"
             ) from error
         with suppress(OSError):  # only for the message; a full disk is reported where it matters
@@ -212,6 +231,10 @@ class RunStore:
         before = {key: value for key, value in self.env.items() if key != "earlier"}
         if before == self._here:
             return
+        if not self.rows:
+            self.env = self._here
+            write_whole(self.folder / "env.json", _json(self.env))
+            return
         old, new = flatten(before), flatten(self._here)
         changes = [f"{key} {old.get(key)} -> {new.get(key)}" for key in new | old if old.get(key) != new.get(key)]
         log.warning(
@@ -231,13 +254,19 @@ class RunStore:
 
 @dataclass(frozen=True)
 class Run:
-    """A stored run, finished or not. summary is {} while there is none."""
+    """A stored run, finished or not. summary is {} while there is none; failed: rows that hold an error, no scores."""
 
     folder: Path
     config: dict[str, Any]
     summary: dict[str, Any]
     rows: list[dict[str, Any]]
     env: dict[str, Any]
+    failed: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def is_part(self) -> bool:
+        """A shard, whose rows are part of another run."""
+        return bool(self.config.get("shard"))
 
     def name(self, section: str) -> str:
         """Name of the run's "model", "method" or "task"; without a summary yet, as good as its config tells."""
@@ -265,7 +294,10 @@ def load_run(folder: str | Path) -> Run:
         raise ValueError(f"{folder / 'config.yaml'} is damaged: {error}") from error
     path = folder / "predictions.jsonl"
     rows, _, _ = _scan(path.read_bytes() if path.exists() else b"")
-    return Run(folder, config or {}, _read_json(folder / "summary.json"), rows, _read_json(folder / "env.json"))
+    whole, failed = [row for row in rows if "error" not in row], [row for row in rows if "error" in row]
+    summary = _read_json(folder / "summary.json")
+    env = _read_json(folder / "env.json") or summary.get("env") or {}
+    return Run(folder, config if isinstance(config, dict) else {}, summary, whole, env, failed)
 
 
 def find_runs(results_dir: str | Path) -> list[Run]:
@@ -279,10 +311,18 @@ def find_runs(results_dir: str | Path) -> list[Run]:
     return runs
 
 
+def without_parts(runs: Sequence[Run]) -> Sequence[Run]:
+    """Without shards, unless there is nothing else."""
+    return [run for run in runs if not run.is_part] or runs
+
+
 def _scan(
-    data: bytes, is_whole: Callable[[dict[str, Any]], bool] = lambda row: True
+    data: bytes, is_whole: Callable[[dict[str, Any]], bool] | None = None
 ) -> tuple[list[dict[str, Any]], bytes, list[str]]:
-    """Rows of a predictions file, the bytes that hold them, and what is wrong with the others."""
+    """Rows of a predictions file, the bytes that hold them, and what is wrong with the others.
+
+    is_whole: given by a writer, who drops failed rows too, so that their examples run again.
+    """
     rows: list[dict[str, Any]] = []
     good: list[bytes] = []
     dropped: list[str] = []
@@ -296,7 +336,9 @@ def _scan(
             key = None
         if not isinstance(key, str):
             dropped.append(f"line {number} is damaged; dropped, its example runs again")
-        elif not is_whole(row):
+        elif is_whole and "error" in row:
+            dropped.append(f"example {key!r} failed before ({row['error']}); it runs again")
+        elif is_whole and not is_whole(row):
             dropped.append(f"line {number} ({key}) lacks parts of a row; dropped, its example runs again")
         elif key in seen:
             dropped.append(f"line {number} repeats the id {key!r}; dropped, the first one counts")

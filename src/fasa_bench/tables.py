@@ -109,7 +109,12 @@ def numbers(runs: Iterable[Run]) -> pd.DataFrame:
     for group in grouped(runs):
         for name, run in group.runs:
             row: dict[str, Any] = {"run_id": run.folder.name, "model": group.model, "task": group.task, "method": name}
-            row |= {"budget": budget(run), "status": run.status, "examples": len(run.rows)}
+            row |= {
+                "budget": budget(run),
+                "status": run.status,
+                "examples": len(run.rows),
+                "failed_examples": len(run.failed),
+            }
             for metric, entry in metrics(run).items():
                 row |= {f"{metric}.{key}": entry.get(key) for key in ("value", "ci_low", "ci_high", "n")}
             for metric, pair in group.differences.get(run.folder, {}).items():
@@ -210,6 +215,13 @@ def span(values: Sequence[int]) -> str:
     return f"{low:,}" if low == high else f"{low:,}–{high:,}"
 
 
+def _status(run: Run) -> str:
+    if run.status == "complete":
+        return run.status
+    failed = f", {len(run.failed)} failed" if run.failed else ""
+    return f"{run.status} ({len(run.rows)} done{failed})"
+
+
 def _text(group: Group, name: str, run: Run, names: Sequence[str]) -> dict[str, str]:
     latency, memory = run.summary.get("latency") or {}, run.summary.get("memory") or {}
     device, host = memory.get("device_bytes"), memory.get("host_bytes")
@@ -226,7 +238,7 @@ def _text(group: Group, name: str, run: Run, names: Sequence[str]) -> dict[str, 
         "tokens read": _count(realised(run, "attended_tokens")),
         "cached tokens": _count(realised(run, "cached_tokens")),
         "sparse steps": _count(realised(run, "sparse_steps")),
-        "status": run.status if run.status == "complete" else f"{run.status} ({len(run.rows)} done)",
+        "status": _status(run),
     }
 
 

@@ -82,6 +82,13 @@ class Example:
     context_tokens: int | None = None
     fields: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def room(self) -> int:
+        """Tokens to reserve behind the prompt; none for drawn answers, most of which end far below their limit."""
+        if self.sampling:
+            return 0
+        return len(self.target_ids) if self.target_ids is not None else self.max_new_tokens
+
 
 @dataclass
 class Prediction:
