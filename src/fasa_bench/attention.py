@@ -71,11 +71,15 @@ _reading: ContextVar[Reading] = ContextVar("reading")
 def installed(network: PreTrainedModel) -> Iterator[None]:
     """Let the network use this module's attention, and put its own back afterwards."""
     before = network.config._attn_implementation
+    cudnn = torch.backends.cuda.cudnn_sdp_enabled()
     network.set_attn_implementation(NAME)
+    # its kernels are planned for one length, which a decode step never meets again; and `dense` takes ten times as long
+    torch.backends.cuda.enable_cudnn_sdp(False)
     try:
         yield
     finally:
         network.set_attn_implementation(before)
+        torch.backends.cuda.enable_cudnn_sdp(cudnn)
 
 
 @contextlib.contextmanager
