@@ -359,6 +359,15 @@ def test_failed_examples_on_the_command_line(
 # --- Ctrl-C
 
 
+@pytest.fixture
+def listening() -> Iterator[None]:
+    """A program that a shell starts in the background ignores Ctrl-C, and so would these tests."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("listening")
 def test_the_row_in_hand_is_finished(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     job, evaluate = make("method=oracle"), runner.evaluate
 
@@ -376,6 +385,7 @@ def test_the_row_in_hand_is_finished(make: Any, monkeypatch: pytest.MonkeyPatch)
     assert load_run(runner.run(job)).status == "complete"
 
 
+@pytest.mark.usefixtures("listening")
 def test_a_second_ctrl_c_stops_at_once() -> None:
     before, reached = signal.getsignal(signal.SIGINT), []
 

@@ -165,9 +165,12 @@ class KVLayer:
         """A query [b, Hq, q, d] in the parts in which keys are stored: one, or leading and other dimensions apart."""
         if self._split is None:
             return (query,)
-        if self._parts is None or self._parts[0] is not query:  # asked for twice in a step
-            self._parts = query, self._split.parts(query)
-        return self._parts[1]
+        known, self._parts = self._parts, None
+        if known is not None and known[0] is query:  # asked for a second time in the step, and for the last
+            return known[1]
+        parts = self._split.parts(query)
+        self._parts = query, parts
+        return parts
 
     def read_split(self, chosen: int) -> SplitRows | None:
         """The rows of a split layer, for a kernel; None if they lie in several pieces or hold padding.
