@@ -124,7 +124,7 @@ class Perplexity(Task):
                         "window_tokens": size,
                         "unit": self.unit,
                         "begin_token": bool(begin or (first and window == 0)),
-                        "first_token": "left out" if self.drop_first else "dense",
+                        "first_token": "left out" if self.drop_first else "counted",
                     },
                 )
                 made += 1

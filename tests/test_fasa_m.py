@@ -137,6 +137,17 @@ def test_one_layer_by_hand() -> None:
     assert layer.moved_bytes == 9 * row
 
 
+def test_what_a_fed_question_moves_is_no_step_s(network: LlamaForCausalLM, prompt: list[int]) -> None:
+    with (
+        Session(network) as session,
+        session.prefill(prompt[:25]).fork(prepared(FasaM("fasa_m"), network), 9) as decoder,
+    ):
+        decoder.feed(prompt[25:31])
+        assert (decoder.read_bytes, decoder.moved_bytes) == (0, 0)
+        decoder.step(torch.tensor([[prompt[31]]]))
+        assert decoder.moved_bytes > 0
+
+
 def test_a_fork_knows_nothing_of_its_sibling() -> None:
     layer = KVLayer(0)
     layer.append(torch.randn(1, 2, 10, 4), torch.randn(1, 2, 10, 4), torch.arange(10)[None])

@@ -342,6 +342,21 @@ def test_a_run_without_any_row_has_failed(make: Any, monkeypatch: pytest.MonkeyP
     ] * 2
 
 
+def test_a_failed_row_has_no_text_either(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        raise FloatingPointError("the model's logits are not finite")
+
+    monkeypatch.setattr(Session, "prefill", broken)
+    found = []
+    for text in ("true", "false"):
+        job = make("method=fkv", "limit=1", "task.parts=[code]", f"store_text={text}")
+        with pytest.raises(FailedExamplesError):
+            runner.run(job)
+        found.append(load_run(folder_of(job)).failed[0]["fields"])
+    assert found[0].pop("answer")
+    assert found[0] == found[1]
+
+
 def test_failed_examples_on_the_command_line(
     make: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -205,9 +205,11 @@ def test_windows_count_by_their_tokens(folder: Path) -> None:
     assert (metric["ci_low"], metric["ci_high"]) == (pytest.approx(math.exp(1)), pytest.approx(math.exp(3)))
 
 
-def test_first_token_can_be_left_out(folder: Path) -> None:
+def test_first_token_can_be_left_out(model: Model, folder: Path) -> None:
     nll = [9.0, 1.0, 2.0]
-    kept, dropped = (Perplexity(path=str(folder), drop_first=drop) for drop in (False, True))
+    kept, dropped = (Perplexity(path=str(folder), prefill=4, decode=3, drop_first=drop) for drop in (False, True))
+    told = [next(iter(task.examples(model, 1))).fields["first_token"] for task in (kept, dropped)]
+    assert told == ["counted", "left out"]  # whether it is dense is for the protocol to say
     assert row(kept, nll)["scores"] == {"nll": 12.0, "tokens": 3, "perplexity": math.exp(4), "first_nll": 9.0}
     assert row(dropped, nll)["scores"] == {"nll": 3.0, "tokens": 2, "perplexity": math.exp(1.5), "first_nll": 9.0}
 

@@ -254,6 +254,22 @@ def test_rows_without_text_score_the_same(job: Any, tmp_path: Path) -> None:
     assert load_run(folder).summary["metrics"] == whole["metrics"]
 
 
+@pytest.mark.parametrize("kept", [6, 4])  # a complete run, and one to be gone on with
+@pytest.mark.parametrize("first", [True, False])
+def test_rows_with_and_without_text_do_not_mix_in_silence(
+    job: Any, first: bool, kept: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = runner.run(job("method=fkv", "limit=2", f"store_text={first}")) / "predictions.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:kept]))
+    before = load_run(path.parent).rows
+    assert "were stored" not in caplog.text
+    _, rows = run(job("method=fkv", "limit=2", f"store_text={not first}"))
+    number = sum(bool(row["prediction"]) == first for row in before if row["prediction"] != "")
+    told = "with their texts" if first else "without texts"
+    assert f"{number} rows were stored {told} and stay so" in caplog.text
+    assert (rows[:kept], len(rows)) == (before, 6)
+
+
 DAMAGE = {
     "no scores": lambda row: row.pop("scores"),
     "a score that is missing": lambda row: row["scores"].clear(),

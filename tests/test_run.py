@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException
 
 from fasa_bench import runner
 from fasa_bench.cli import explain
@@ -222,6 +222,11 @@ def test_what_hydra_refuses_is_one_clear_line(make: Any, override: str) -> None:
     with pytest.raises(HydraException) as found:
         make(override)
     assert re.fullmatch(f"{REFUSED_BY_HYDRA[override]}.*", explain(found.value))
+
+
+def test_a_launcher_that_is_not_installed_names_its_extra() -> None:
+    error = MissingConfigException("Could not load 'hydra/launcher/ray'.", "hydra/launcher/ray")
+    assert explain(error).startswith("hydra/launcher/ray is not installed: pip install 'fasa-bench[ray]'")
 
 
 def test_quotes_let_every_path_through(make: Any, tmp_path: Path) -> None:

@@ -200,6 +200,14 @@ def test_a_difference_of_averages_by_hand() -> None:
     assert (single["ci_low"], single["p_value"]) == (None, None)
 
 
+def test_the_order_of_rows_makes_no_difference() -> None:
+    """A run in shards, or one that was stopped, has its rows in another order than the full-KV run."""
+    rng = np.random.default_rng(1)
+    ours, theirs = named(list(rng.normal(size=12))), named(list(rng.normal(size=12)))
+    turned = Sample([dict(reversed(ours.items()))])
+    assert turned.minus(Sample([theirs])) == Sample([ours]).minus(Sample([theirs]))
+
+
 def test_a_difference_of_perplexities_is_of_totals() -> None:
     """exp(6/4) - exp(4/4), not a mean of the windows' differences; both values of a window are drawn together."""
     ours, theirs = Sample([{"a": (3, 1), "b": (3, 3)}], ratio), Sample([{"a": (1, 1), "b": (3, 3)}], ratio)

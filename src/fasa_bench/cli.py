@@ -26,6 +26,14 @@ if TYPE_CHECKING:
     from fasa_bench.runner import Job
 
 
+# Hydra's launchers that come with plugins, and the extra that installs each
+LAUNCHERS = {
+    "hydra/launcher/joblib": "processes",
+    "hydra/launcher/submitit_slurm": "slurm",
+    "hydra/launcher/ray": "ray",
+}
+
+
 @dataclass
 class End:
     """How a job ended: its run folder, a message if something went wrong, or both (some examples failed)."""
@@ -116,6 +124,8 @@ def explain(error: Exception) -> str:
         group, _, name = error.missing_cfg_file.rpartition("/")
         known = ", ".join(option for option in error.options if not option.startswith("_"))
         return str(UserError.of(group, name, f"must be one of {known}"))
+    if isinstance(error, MissingConfigException) and (extra := LAUNCHERS.get(error.missing_cfg_file or "")):
+        return f"{error.missing_cfg_file} is not installed: pip install 'fasa-bench[{extra}]' (docs/sweeps.md)"
     cause = error.__cause__
     if isinstance(cause, OmegaConfBaseException) and isinstance(cause.parent_node, DictConfig):
         known = ", ".join(str(key) for key in cause.parent_node if key not in ("hydra", "_target_"))

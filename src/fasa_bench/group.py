@@ -74,6 +74,7 @@ def _enter(job: Job, lanes: dict[Path, Lane], report: Report) -> None:
         lanes[lane.folder].jobs.append(job)
     elif is_complete(lane.folder):
         log.info("nothing to do: %s is complete", lane.folder)
+        _tell_of_texts(job, lane.folder, load_run(lane.folder).rows)
         report(job, lane.folder, None)
         _merge(job, report)
     else:
@@ -131,7 +132,7 @@ def _row(session: Session, lane: Lane, name: str, prompts: Prompts | None, *, ag
             if not (is_out_of_memory(error) or isinstance(error, FloatingPointError)):
                 raise
             reason = f"{type(error).__name__}: {error}".split("\n")[0]
-            row = {"id": name, "error": reason, "prompt_tokens": len(example.prompt_ids), "fields": example.fields}
+            row = runner.failed_row(lane.job, example, reason)
             log.warning("%s: example %s failed: %s", lane.folder, name, reason)
         lane.keep(row)
     bar.update()
@@ -172,6 +173,7 @@ class Lane:
     def open(self) -> None:
         """Take the run folder; UserError if it cannot be had."""
         self._stack.enter_context(self._store)
+        _tell_of_texts(self.job, self.folder, self._store.rows)
         self._stack.enter_context(self._tracker)
         self._running = True
 
@@ -278,6 +280,15 @@ def is_complete(folder: Path) -> bool:
         return False
     whole = run_id(run.config.get("identity") or {}) == folder.name  # its last entry: the file was not cut
     return whole and run.summary.get("status") == "complete" and run.summary.get("examples") == len(run.rows)
+
+
+def _tell_of_texts(job: Job, folder: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """`store_text` changes no output and so no run id: rows that are stored already stay as they are."""
+    stored = [row["prediction"] for row in rows if row.get("prediction", "") != ""]  # "": there is no text to store
+    others = sum((text is None) == job.store_text for text in stored)
+    if others:
+        had = "without texts" if job.store_text else "with their texts"
+        log.warning("%s: %d rows were stored %s and stay so; another results_dir starts anew", folder, others, had)
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -41,8 +41,10 @@ def answers(prediction: Prediction) -> dict[str, Any]:
 
 
 def without_texts(row: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    """The row of an example without its prediction and the texts that its task names; scores stay."""
-    parts = {
-        part: {key: value for key, value in row[part].items() if key not in names} for part in ("fields", "scores")
+    """The row of an example without its prediction and the texts that its task names; scores, if any, stay."""
+    parts: dict[str, Any] = {
+        part: {key: value for key, value in row[part].items() if key not in names}
+        for part in ("fields", "scores")
+        if part in row
     }
     return {**row, "prediction": None, **parts}

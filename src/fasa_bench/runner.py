@@ -179,6 +179,12 @@ def evaluate(session: Session, job: Job, example: Example, prompts: Prompts | No
     return row if job.store_text else without_texts(row, job.task.texts)
 
 
+def failed_row(job: Job, example: Example, reason: str) -> dict[str, Any]:
+    """What is stored of an example that could not be computed."""
+    row = {"id": example.id, "error": reason, "prompt_tokens": len(example.prompt_ids), "fields": example.fields}
+    return row if job.store_text else without_texts(row, job.task.texts)
+
+
 def _time(session: Session, job: Job, example: Example, timing: Timing) -> dict[str, Any]:
     """Time a decode step on the cache that the example describes: its row."""
     try:

@@ -160,7 +160,7 @@ class Decoder:
     def feed(self, token_ids: Sequence[int]) -> None:
         """Feed the rest of the prompt, the same to every sequence, one token after another under the method.
 
-        These are no decode steps: neither their time nor what they read is counted there.
+        These are no decode steps: neither their time nor what they read and move is counted there.
         """
         if not token_ids:
             return
@@ -168,7 +168,7 @@ class Decoder:
         self.feed_seconds = self.state.clock.seconds.pop("step")
         self.state.clock.seconds.clear()
         for layer in self.cache.layers:
-            layer.read_bytes = 0
+            layer.read_bytes = layer.moved_bytes = 0
 
     def step(self, token_ids: Tensor) -> Tensor:
         """Feed the next tokens [b, q] (q is usually 1); returns logits [b, vocabulary] after the last of them."""

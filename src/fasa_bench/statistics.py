@@ -40,7 +40,7 @@ class Sample:
         """This value less that of another run, over the examples that both have: see `paired_bootstrap`."""
         pairs = []
         for mine, theirs in zip(self.groups, other.groups, strict=True):
-            common = [key for key in mine if key in theirs]
+            common = sorted(mine.keys() & theirs.keys())  # in one order, whichever the rows were stored in
             pairs.append((_array(mine[key] for key in common), _array(theirs[key] for key in common)))
         return _paired(pairs, self.statistic, self.weights)
 
