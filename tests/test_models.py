@@ -135,6 +135,7 @@ def test_embedded_tokenizer() -> None:
     model = Model(ModelSpec("smollm2_135m", 7680, source="embedded"))
     tokenizer = model.tokenizer
     assert tokenizer("Hello 123")["input_ids"] == [19556, 216, 33, 34, 35]  # no begin token, digits one by one
+    assert tokenizer.tokenize("a\n\n1.\n    20") == ["a", "ĊĊ", "1", ".", "ĊĠĠĠĠ", "2", "0"]
     special = tokenizer("<|endoftext|><|im_start|><|im_end|>")["input_ids"]
     assert special == [0, 1, 2]
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 2)
@@ -148,7 +149,7 @@ def test_embedded_tokenizer() -> None:
 def fake_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("FASA_BENCH_CACHE", str(tmp_path))
     monkeypatch.setattr(embedded, "_gguf", lambda: tmp_path / "a.gguf")
-    return tmp_path / "models" / f"smollm2-135m-{embedded.SHA256[:12]}"
+    return tmp_path / "models" / embedded.NAME
 
 
 def test_a_killed_conversion_is_never_used(fake_wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:

