@@ -58,7 +58,7 @@ class FasaC(TopTokens):
         "pairing": "paper and ours: dimensions that rotate together; authors' code: adjacent ones on every model",
         "fc_granularity": "paper and authors' code per query head; fasa_plus per KV head",
         "token_granularity": "paper and authors' code per query head; fasa_plus per KV head",
-        "share": "paper and authors' code share nothing; the maximum needs no exponentials and is about as good",
+        "share": "paper and authors' code share nothing; the maximum needs no exponentials; quality is about the same",
         "sinks": "paper and authors' code none",
         "recent": "paper and authors' code none (the current token is a candidate); fasa_plus 16",
         "dense_layers": "authors' code keeps layer 0 dense on Llama; the paper does not say so; ours none",
