@@ -37,8 +37,8 @@ class FasaC(TopTokens):
 
     fc_granularity: kv_head averages CA over the query heads of a KV head, which then use the same chunks.
     token_granularity: kv_head lets them read the same tokens.
-    share: what a token is then worth: the largest TIP score that one of the heads gives it, or the mean over the heads
-        of the softmax of their scores.
+    share: what a token is then worth: the mean over the heads of the softmax of their scores, or the largest TIP
+        score that one of the heads gives it.
     sinks, recent: first and newest tokens that are always among the budget.
     backend: triton for the kernels of one sequence or batch, torch for everything; auto takes the kernels on CUDA.
     """
@@ -47,7 +47,7 @@ class FasaC(TopTokens):
     pairing: Pairing = "rope"
     fc_granularity: Granularity = "query_head"
     token_granularity: Granularity = "query_head"
-    share: Share = "max"
+    share: Share = "softmax"
     sinks: int = 0
     recent: int = 0
     backend: Backend = "auto"
@@ -58,7 +58,7 @@ class FasaC(TopTokens):
         "pairing": "paper and ours: dimensions that rotate together; authors' code: adjacent ones on every model",
         "fc_granularity": "paper and authors' code per query head; fasa_plus per KV head",
         "token_granularity": "paper and authors' code per query head; fasa_plus per KV head",
-        "share": "paper and authors' code share nothing; the maximum needs no exponentials; quality is about the same",
+        "share": "paper and authors' code share nothing; max is faster than the mean softmax and finds fewer pass keys",
         "sinks": "paper and authors' code none",
         "recent": "paper and authors' code none (the current token is a candidate); fasa_plus 16",
         "dense_layers": "authors' code keeps layer 0 dense on Llama; the paper does not say so; ours none",

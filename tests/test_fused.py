@@ -17,7 +17,7 @@ from tests.test_methods import prepared
 
 FORMS: dict[str, dict[str, Any]] = {
     "fasa_c": {},
-    "fasa_plus": {"fc_granularity": "kv_head", "token_granularity": "kv_head", "sinks": 1, "recent": 4},
+    "fasa_plus": {"fc_granularity": "kv_head", "token_granularity": "kv_head", "share": "max", "sinks": 1, "recent": 4},
     "softmax": {"fc_granularity": "kv_head", "token_granularity": "kv_head", "share": "softmax"},
     "mixed": {"fc_granularity": "kv_head"},
 }

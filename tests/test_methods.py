@@ -41,7 +41,9 @@ METHODS: dict[str, Callable[[], Method]] = {
     "oracle": lambda: Oracle("oracle"),
     "fasa_c": lambda: FasaC("fasa_c"),
     "fasa_c_adjacent": lambda: FasaC("fasa_c", pairing="adjacent", n_tip=2),
-    "fasa_plus": lambda: FasaC("fasa_plus", fc_granularity="kv_head", token_granularity="kv_head", recent=4, sinks=1),
+    "fasa_plus": lambda: FasaC(
+        "fasa_plus", fc_granularity="kv_head", token_granularity="kv_head", share="max", recent=4, sinks=1
+    ),
     "fasa_softmax": lambda: FasaC("fasa_plus", token_granularity="kv_head", share="softmax"),
     "fasa_c_single_dimensions": lambda: FasaC("fasa_c", pairing="single", n_tip=0.5),
     "fasa_m": lambda: FasaM("fasa_m"),
