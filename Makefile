@@ -41,6 +41,7 @@ bench: setup  ## speed on this machine's CPU, measured anew: one layer, whole st
 	rm -rf $(BENCH)
 	$(BIN)/python benchmarks/attention_layer.py --tokens 8192,65536 --out $(BENCH)/attention_layer.json
 	$(BIN)/python run.py $(TIMED) method=fasa_plus task.plain=true
+	$(BIN)/python run.py $(TIMED) method=fasa_plus method.share=max task.prefill=0 task.steps=16
 	$(BIN)/python run.py $(TIMED) method=fasa_m task.prefill=0 task.steps=16
 	$(BIN)/python benchmarks/filling.py --out $(BENCH)/filling.json
 	$(BIN)/python -m fasa_bench.report tables --results-dir $(BENCH)

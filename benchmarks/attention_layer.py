@@ -34,6 +34,7 @@ from fasa_bench.segments import product
 
 FORMS: dict[str, dict[str, Any]] = {  # settings of conf/method, and what is changed
     "FASA, all per KV head": {"name": "fasa_plus"},
+    "FASA, all per KV head, share=max": {"name": "fasa_plus", "share": "max"},
     "FASA, chunks per KV head, tokens per query head": {"name": "fasa_c", "fc_granularity": "kv_head"},
     "FASA, all per query head (paper)": {"name": "fasa_c"},
 }

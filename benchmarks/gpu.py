@@ -198,7 +198,8 @@ def main() -> None:
                 limit = Deadline(deadline.left - (KERNEL_SECONDS if not options.small else 0))
                 rows = steps_of(session, each, task, limit)
                 found["steps"].append({"method": each.name, "batches": task.batches, "rows": rows})
-                store(options.out.parent, name, each, task, str(dtype), rows)
+                if rows:
+                    store(options.out.parent, name, each, task, str(dtype), rows)
                 save()
     del session
     if not options.small:

@@ -73,7 +73,7 @@ def installed(network: PreTrainedModel) -> Iterator[None]:
     before = network.config._attn_implementation
     cudnn = torch.backends.cuda.cudnn_sdp_enabled()
     network.set_attn_implementation(NAME)
-    # its kernels are planned for one length, which a decode step never meets again; and `dense` takes ten times as long
+    # for queries folded as `dense` folds them its kernels take ten times as long as flash attention's (docs/speed.md)
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
         yield
@@ -267,7 +267,7 @@ def _steps(state: Reading, method: Method, layer: KVLayer, query: Tensor, positi
 def dense(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
     """Exact attention of one query per head over everything: [b, Hq, 1, d], two of [b, H, n, d] -> [b, 1, Hq, d].
 
-    The query heads of a KV head are taken as queries of one head, so that its keys and values are read once. Measured
+    The query heads of a KV head are taken as queries of one head, so that its keys and values are read once: on a CPU
     faster than grouped matrix products and than PyTorch's own grouping (benchmarks/attention_layer.py).
     """
     grouped = query.reshape(len(query), keys.shape[1], -1, query.shape[-1])

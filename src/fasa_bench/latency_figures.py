@@ -15,7 +15,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
 
 from fasa_bench.errors import UserError
 from fasa_bench.figures import COLOURS, GREY, MARKERS, STYLE
@@ -99,6 +99,7 @@ def figure7(found: Sequence[Timings], paper: Mapping[str, Place]) -> Figure:
         ax.set_xlabel("cached tokens")
         ax.set_yscale("log")
         ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        ax.yaxis.set_minor_formatter(NullFormatter())
     memory.set_title("Ours: cache on the device, MiB")
     time.set_title("Ours: ms per step")
     plain = _longest(found, "plain")
@@ -138,7 +139,7 @@ def _bars(ax: Axes, contexts: Sequence[int], prompt: Sequence[float | None], dec
         share = "–" if one is None else f"{one / (one + other):.0%}"
         ax.annotate(share, (place, (one or 0.0) + other), (0, 1), textcoords="offset points", ha="center", **SMALL)
     ax.set_xticks(places, [short(context) for context in contexts])
-    ax.margins(y=0.1)
+    ax.set_ylim(0, 1.1 * max(one + other for one, other in zip(known, decode, strict=True)))
     ax.set_xlabel("prompt tokens")
     ax.set_ylabel("seconds")
 
