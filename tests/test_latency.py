@@ -35,7 +35,7 @@ from fasa_bench.plain import Plain
 from fasa_bench.report import main
 from fasa_bench.roofline import bandwidth, free_bytes
 from fasa_bench.session import Session
-from fasa_bench.store import RunStore, load_run
+from fasa_bench.store import Run, RunStore, load_run
 from fasa_bench.task import Example, Prediction, Timing
 from fasa_bench.tasks.latency import Latency
 from tests.conftest import ROOT
@@ -337,8 +337,14 @@ def test_another_machine_is_another_run(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.fixture
 def stored(tmp_path: Path) -> Timings:
+    (found,) = timings([stored_run(tmp_path, "a", share="max")])
+    return found
+
+
+def stored_run(tmp_path: Path, letter: str, **method: str) -> Run:
     identity = {"model": {"dtype": "torch.float32"}}
-    with RunStore(tmp_path, "a" * 16, {"model": "m", "method": {"name": "fasa_x"}, "identity": identity}) as run:
+    config = {"model": "m", "method": {"name": "fasa_x", **method}, "identity": identity}
+    with RunStore(tmp_path, letter * 16, config) as run:
         for context in (65536, 8192):
             measured = json.loads(json.dumps(MEASURED))
             if context == 8192:
@@ -348,7 +354,14 @@ def stored(tmp_path: Path) -> Timings:
             row = {"id": str(context), "fields": fields, "prefill_s": 5.5 if context == 8192 else None}
             run.append({**row, "measured": measured, "scores": scores(measured)})
         run.write_summary({"status": "complete", "model": "m", "method": "fasa_x", "task": "latency", "budget": 256})
-    return Timings.of(load_run(tmp_path / "runs" / ("a" * 16)))
+    return load_run(tmp_path / "runs" / (letter * 16))
+
+
+def test_runs_of_one_method_are_told_apart_by_what_differs(tmp_path: Path) -> None:
+    runs = [stored_run(tmp_path, letter, share=share) for letter, share in (("a", "softmax"), ("b", "max"))]
+    found = timings(runs)
+    assert [each.name for each in found] == ["fasa_x (share=max) 256", "fasa_x (share=softmax) 256"]
+    assert [timed.name for timed in found[0].of_one("method")] == ["fasa_x (share=max) 256"] * 2
 
 
 def test_the_table_has_times_ratios_limits_and_stages(stored: Timings) -> None:
@@ -374,6 +387,7 @@ def test_figures_show_the_measured_points_beside_the_papers(stored: Timings) -> 
     assert [bar.get_height() for bar in theirs.containers[0]] == [8.2, 8.3, 9.0, 10.3, 13.3, 20.4]  # type: ignore[attr-defined]
     assert [bar.get_height() for bar in ours.containers[0]] == pytest.approx([512 * 0.011, 512 * 0.0275])  # type: ignore[attr-defined]
     assert [bar.get_height() for bar in ours.containers[1]] == [5.5, 0]  # type: ignore[attr-defined]
+    assert ours.get_ylim() == (0, pytest.approx(1.1 * 512 * 0.0275))  # room for what stands above the highest bar
     lines = {line.get_label(): line.get_xydata().tolist() for line in faster.get_lines()}  # type: ignore[union-attr]
     assert lines["fasa_x 256"] == [[8192, pytest.approx(1.024, abs=1e-3)], [65536, pytest.approx(2.526, abs=1e-3)]]
     assert lines["limit by bytes read"] == [[8192, 2.5], [65536, 2.5]]  # 500 MiB by 200

@@ -15,7 +15,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 from fasa_bench.errors import UserError
 from fasa_bench.figures import COLOURS, GREY, MARKERS, STYLE
@@ -98,6 +98,7 @@ def figure7(found: Sequence[Timings], paper: Mapping[str, Place]) -> Figure:
         _context_axis(ax, [timed.context for timed in full])
         ax.set_xlabel("cached tokens")
         ax.set_yscale("log")
+        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))  # labels also where there is no power of ten
         ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         ax.yaxis.set_minor_formatter(NullFormatter())
     memory.set_title("Ours: cache on the device, MiB")
@@ -168,10 +169,10 @@ def _speedups(ax: Axes, found: Sequence[Timings], claimed: float) -> None:
         contexts |= {timed.context for timed in own}
     ax.plot([65536], [claimed], color="black", marker="*", markersize=7, linestyle="", label="paper, FASA-C, 64K")
     _context_axis(ax, sorted(contexts | {65536}))
-    ax.set_ylim(bottom=0)
     ax.set_title("Ours: a decode step,\ntimes as fast as full KV")
     ax.set_xlabel("cached tokens")
-    ax.legend(loc="upper left", frameon=False)
+    legend = ax.legend(loc="upper left", frameon=False)
+    ax.set_ylim(0, ax.get_ylim()[1] * (1 + 0.14 * len(legend.get_texts())))  # the legend above the curves
 
 
 def _their_points(ax: Axes, paper: Place, metric: str) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from fasa_bench.statistics import bootstrap, quantiles
 from fasa_bench.store import Run
-from fasa_bench.tables import MIB, MISSING, budget, is_timing, machine, number
+from fasa_bench.tables import MIB, MISSING, budget, grouped, is_timing, machine, number
 from fasa_bench.task import Metric
 
 WHO = {"method": "", "full": "full KV", "plain": "transformers"}  # the method has the run's own name
@@ -69,9 +69,10 @@ class Timings:
     unfit: dict[str, str]
 
     @classmethod
-    def of(cls, run: Run) -> Timings:
+    def of(cls, method: str, run: Run) -> Timings:
+        """method: the name that tells the run from its neighbours."""
         given = budget(run)
-        name = run.name("method") + ("" if given is None else f" {given}")
+        name = method + ("" if given is None else f" {given}")
         rows = [row for row in run.rows if "method" in row["measured"]]
         rows.sort(key=lambda row: (row["fields"]["batch"], row["fields"]["context"]))
         examples = []
@@ -95,7 +96,8 @@ class Timings:
 
 
 def timings(runs: Iterable[Run]) -> list[Timings]:
-    return [Timings.of(run) for run in runs if is_timing(run)]
+    groups = grouped(run for run in runs if is_timing(run))
+    return [Timings.of(method, run) for group in groups for method, run in group.runs]
 
 
 def markdown(found: Sequence[Timings]) -> str:
