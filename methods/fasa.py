@@ -76,7 +76,8 @@ class FasaC(TopTokens):
         if self.fc_granularity == "kv_head":
             shared = agreement.unflatten(1, (heads, -1)).mean(2, keepdim=True)
             agreement = shared.expand(-1, -1, agreement.shape[1] // heads, -1).flatten(1, 2)
-        self._layers = dominant_dimensions(agreement, units, count, heads, model.rope.head_dim)
+        dominant = dominant_dimensions(agreement, units, count, heads, model.rope.head_dim)
+        self._layers = dict(zip(model.rope.layers, dominant, strict=True))
         share = "none" if self.token_granularity == "query_head" else self.share
         self._kernels = Kernels(share, self.sinks, self.recent)
 

@@ -41,7 +41,8 @@ class Loki(TopTokens):
 
     def prepare(self, model: Model, calibration: Calibration) -> None:
         basis = calibration.basis(model, self.rotary)  # [layers, H, d, d]
-        self._first = list(basis[..., : resolve_count("method.r", self.r, basis.shape[-1])])
+        first = basis[..., : resolve_count("method.r", self.r, basis.shape[-1])]
+        self._first = dict(zip(model.rope.layers, first, strict=True))
 
     def scores(self, layer: KVLayer, query: Tensor, visible: Tensor | None) -> Tensor:
         # kept where and in the type that the layer's queries are

@@ -29,7 +29,8 @@ from fasa_bench.tail import HostTail
 class KVLayer:
     """Cached keys and values of one attention layer, for every sequence of the batch.
 
-    index: the layer's place in the model. scale: factor of the attention logits (usually d ** -0.5).
+    index: the layer's place in the model. window: it attends to so many newest tokens only; no method acts on it then.
+    scale: factor of the attention logits (usually d ** -0.5). cap, sinks [Hq]: see fasa_bench.softmax.
     budget: tokens a head may read at a step (None: all), set when a method is attached.
     seen: tokens that have passed through, padding included; also the default position of the next one.
     prompt_queries, prompt_mass: what the attached methods observe of the prompt pass (fasa_bench.method.Observation).
@@ -44,9 +45,11 @@ class KVLayer:
     Tokens lie in segments: frozen ones (a prompt that several samples share, packed rows), then the layer's own rows.
     """
 
-    def __init__(self, index: int) -> None:
-        self.index = index
+    def __init__(self, index: int, window: int | None = None) -> None:
+        self.index, self.window = index, window
         self.scale = 1.0
+        self.cap: float | None = None
+        self.sinks: Tensor | None = None
         self.budget: int | None = None
         self.seen = 0
         self.padded = False
@@ -114,17 +117,28 @@ class KVLayer:
         return torch.cat([part.expand(self.batch, *part.shape[1:]) for part in parts], dim=2)
 
     @property
+    def is_plain(self) -> bool:
+        """Its softmax has neither a soft cap nor sinks, as fused attention takes it."""
+        return self.cap is None and self.sinks is None
+
+    @property
     def real(self) -> Tensor | None:
-        """[b, H or 1, n] bool, False where the token is padding; None when the layer holds no padding."""
+        """[b, H or 1, n] bool, False for padding and what has left the window; None when all tokens count."""
+        if self.window is not None and self.length > self.window:
+            held = self.positions
+            return (held >= 0) & (held > held[..., -1:] - self.window)
         return self.positions >= 0 if self.padded else None
 
     def read_whole(self) -> tuple[Tensor, Tensor] | None:
-        """All keys and values as they lie, if they lie in one piece and hold no padding; counted as read."""
+        """All keys and values (of the window) as they lie, if in one piece and without padding; counted as read."""
         own = self._own
         if self._frozen or not isinstance(own, Rows) or self.padded:
             return None
-        self.read_bytes += own.key_bytes + own.value_bytes
-        return own.keys, own.values
+        keys, values = own.keys, own.values
+        if self.window is not None and own.tokens > self.window:
+            keys, values = keys[:, :, -self.window :], values[:, :, -self.window :]
+        self.read_bytes += keys.nbytes + values.nbytes
+        return keys, values
 
     def dot(self, query: Tensor) -> Tensor:
         """Products of each query head with the keys of its KV head, unscaled: [b, Hq, q, d] -> [b, Hq, q, n]."""
@@ -346,6 +360,11 @@ class KVLayer:
         self._frozen, self._own = [], self._fresh(self._whole(chosen.keys), chosen.values, positions, spare=1)
         self._forget()
 
+    def trim(self, slack: int = 0) -> None:
+        """Drop what no later token can attend to, once so many more tokens are held than the window has."""
+        if self.window is not None and self.length >= self.window + slack:
+            self.keep(torch.arange(self.length + 1 - self.window, self.length, device=self.device)[None, None])
+
     def pack(self) -> None:
         """Store what is not recent in few bits if `packing` says so, now and as more tokens come."""
         self._packed = self.packing.bits < 16
@@ -415,6 +434,7 @@ class Cache(transformers.Cache):
     def __init__(self, layers: int | list[KVLayer]) -> None:
         made = [KVLayer(index) for index in range(layers)] if isinstance(layers, int) else layers
         super().__init__(layers=made)  # type: ignore[arg-type]
+        self.only_windows = all(layer.window is not None for layer in made)
         for layer, after in zip(made, made[1:] + made[:1], strict=True):
             layer.after = weakref.ref(after)
 
@@ -439,6 +459,11 @@ class Cache(transformers.Cache):
     def is_compileable(self) -> bool:
         """Asked before 5.x."""
         return False
+
+    @property
+    def full(self) -> list[KVLayer]:
+        """The layers that methods act on: those of full attention."""
+        return [layer for layer in self.layers if layer.window is None]
 
     def fork(self) -> Cache:
         return Cache([layer.fork() for layer in self.layers])

@@ -87,11 +87,11 @@ class Calibration:
         return hashlib.sha256(self.sample.encode()).hexdigest()[:16]
 
     def agreement(self, model: Model, pairing: Pairing) -> Tensor:
-        """Mean CA [layers, Hq, chunks] of this model: from `file`, from an earlier run, or measured now."""
+        """Mean CA [layers, Hq, chunks] of full-attention layers: from `file`, from an earlier run, or measured now."""
         return self._artefact("agreement", f"{pairing}-k{self.k}", model, pairing, self.measure)
 
     def basis(self, model: Model, rotary: Rotary) -> Tensor:
-        """Principal axes of the keys [layers, H, d, d], columns by falling variance; found like `agreement`."""
+        """Principal axes of their keys [layers, H, d, d], columns by falling variance; found like `agreement`."""
         return self._artefact("basis", f"keys-{rotary}", model, rotary, self.measure_basis)
 
     def _artefact(
@@ -121,7 +121,7 @@ class Calibration:
     def measure_basis(self, model: Model, rotary: Rotary) -> Tensor:
         """Principal axes [layers, H, d, d] of the keys of a dense pass of `prefill` + `decode` tokens."""
         with Session(model.network, model.prefill_backend) as session:
-            layers = session.prefill(self._ids(model, self.prefill + self.decode)).cache.layers
+            layers = session.prefill(self._ids(model, self.prefill + self.decode)).cache.full
             if rotary == "post":
                 keys = [layer.keys for layer in layers]
             else:  # turned back to where they were
@@ -171,11 +171,17 @@ def contextual_agreement(query: Tensor, keys: Tensor, units: Tensor, k: int) -> 
         one, cached = grouped[:, head], keys[:, head].float()  # [b, G, d], [b, n, d]
         whole = torch.matmul(one, cached.transpose(1, 2))
         member = whole >= kth_largest(whole, k)
-        parts = (one[:, :, dims, None] * cached[:, None, :, dims].transpose(2, 3) for dims in units.unbind(1))
+        parts = (unit_products(one, cached, dims) for dims in units.unbind(1))
         chunk = functools.reduce(torch.Tensor.add_, parts)  # [b, G, U, n]
         shared = member[:, :, None] & (chunk >= kth_largest(chunk, k))
         found.append(shared.sum(-1) / k)
     return torch.cat(found, dim=1)
+
+
+def unit_products(query: Tensor, keys: Tensor, dims: Tensor) -> Tensor:
+    """Products in one dimension of each unit, 0 where it has none (-1): [b, G, d], [b, n, d], [U] -> [b, G, U, n]."""
+    one = query[:, :, dims] * (dims >= 0)
+    return one[..., None] * keys[:, None, :, dims].transpose(2, 3)
 
 
 def kth_largest(scores: Tensor, k: int) -> Tensor:

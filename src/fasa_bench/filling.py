@@ -37,6 +37,7 @@ def filled(
     prefilled = session.prefill(token, observe=observe, reserve=context - 1 + reserve)
     for layer in prefilled.cache.layers:
         _fill(layer, context, seed + layer.index, observe)
+        layer.trim()
     prefilled.next_position = prefilled.next_position + context - 1
     prefilled.seconds = math.nan
     return prefilled

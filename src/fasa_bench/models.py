@@ -16,6 +16,7 @@ from packaging.version import Version
 from fasa_bench import embedded, hub
 from fasa_bench.errors import UserError
 from fasa_bench.rope import Rope
+from fasa_bench.windows import windows
 
 TRANSFORMERS = (Version("4.56.2"), Version("6"))  # from, below
 BESIDE_ARCHITECTURE = {"transformers_version", "dtype", "torch_dtype", "use_cache"}  # and all that starts with "_"
@@ -313,19 +314,11 @@ def _refuse_unsupported(name: str, config: Any) -> None:
     """Architectures whose attention the harness would get wrong: an error instead of a wrong number."""
     attention = getattr(config, "attn_config", None)
     alibi = getattr(config, "alibi", False) or getattr(attention, "alibi", False)
+    windows(config)
     reason = None
     if getattr(config, "kv_lora_rank", None):
         reason = "multi-head latent attention (MLA)"
     elif alibi or config.model_type in ("bloom", "baichuan"):
         reason = "ALiBi positions"
-    elif other := set(getattr(config, "layer_types", None) or []) - {"full_attention"}:
-        reason = f"layers of type {', '.join(sorted(other))}"
-    elif not getattr(config, "layer_types", None) and _slides(config):
-        reason = f"sliding-window attention (sliding_window={config.sliding_window})"
     if reason:
-        raise UserError(f"model={name} is not supported yet: it uses {reason}; only full attention is")
-
-
-def _slides(config: Any) -> bool:
-    window = getattr(config, "sliding_window", None)
-    return bool(window and window < config.max_position_embeddings)
+        raise UserError(f"model={name} is not supported yet: it uses {reason}")

@@ -7,30 +7,39 @@ dimensions form a pair differs between implementations, so it is read off the lo
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
+from types import ModuleType
 from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
 
 from fasa_bench.errors import UserError
+from fasa_bench.windows import full_layers
 
 Layout = Literal["half", "interleaved", "none"]
 Pairing = Literal["rope", "adjacent", "single"]
 
 FIXED = ("default", "linear", "llama3", "yarn", "proportional")  # rope types whose frequencies ignore the length
 PROBES = (1, 2, 7)  # positions at which the rotation is read and checked
+TURNED = PROBES[-1]  # where the keys of all layers are checked
+
+
+def _fail(network: Any, reason: str) -> NoReturn:
+    raise UserError(f"the position embedding of {type(network).__name__} is not understood: {reason}")
 
 
 @dataclass(frozen=True, eq=False)
 class Rope:
-    """How the dimensions of one head rotate.
+    """How the dimensions of one head rotate, in the layers of full attention.
 
     layout: `half` pairs (i, i + n), `interleaved` pairs (2i, 2i + 1), both within the rotating dimensions; `none`: no
         dimension rotates. pairs: (a, b), highest frequency first; position p turns (x_a, x_b) by p * inv_freq.
     plain: dimensions that do not rotate (partial RoPE). inv_freq: radians per position, [n_pairs] float32.
     scaled: the frequencies depend on the text's length (dynamic NTK, longrope), so cached keys cannot be moved.
+    layers: the layers that this is true of, those of full attention; others may rotate otherwise (Gemma 3).
     """
 
     layout: Layout
@@ -39,21 +48,23 @@ class Rope:
     inv_freq: Tensor
     head_dim: int
     scaled: bool = False
+    layers: tuple[int, ...] = ()
 
     @property
     def n_chunks(self) -> int:
         return len(self.pairs)
 
     def units(self, pairing: Pairing) -> Tensor:
-        """Dimensions of each unit that a method selects, [n_units, unit_size] int64.
+        """Dimensions of each unit that a method selects, [n_units, unit_size] int64; -1 fills up a smaller unit.
 
-        `rope`: the true pairs, highest frequency first; plain dimensions are in no unit. `adjacent`: (2i, 2i + 1) over
-        the whole head, as in the authors' code. `single`: every dimension on its own.
+        `rope`: the true pairs, highest frequency first, then each dimension that does not rotate on its own (paper,
+        Figure 9). `adjacent`: (2i, 2i + 1) over the whole head, as in the authors' code. `single`: every dimension on
+        its own.
         """
         if pairing == "rope":
             if not self.pairs:
                 raise UserError.of("method.pairing", pairing, "this model has no RoPE: use single or adjacent")
-            return torch.tensor(self.pairs)
+            return torch.tensor([*self.pairs, *((dimension, -1) for dimension in self.plain)])
         size = 2 if pairing == "adjacent" else 1
         return torch.arange(self.head_dim).reshape(-1, size)
 
@@ -77,35 +88,39 @@ class Rope:
         """Read the rotation off a transformers model.
 
         The model's own rotary functions turn basis vectors, which gives the rotation matrix of some positions; the
-        keys that each layer really caches at another position then have to agree with it.
-        Raises UserError for a rotation that is not made of pairs, or that is not the same in every layer.
+        keys that each layer of full attention really caches at another position then have to agree with it.
+        Raises UserError for a rotation that is not made of pairs, or that is not the same in all these layers.
         """
-        attention = {type(module) for module in network.modules() if "Attention" in type(module).__name__}
-        rotaries = {name: m for name, m in network.named_modules() if "rotary_emb" in name.rpartition(".")[2]}
-        keys = _cached_keys(network, None)
-        if not attention or len({key.shape[-1] for key in keys}) != 1:
-            _fail(network, "no attention module was found, or its heads differ in size between layers")
-        head_dim = keys[0].shape[-1]
-        functions = {name for kind in attention for name in vars(sys.modules[kind.__module__]) if "rotary" in name}
-        if not rotaries and not functions:
-            return cls("none", [], list(range(head_dim)), torch.empty(0), head_dim)
-        called = [_function(kind) for kind in attention]
-        apply = called[0] if len(set(called)) == 1 else None
-        if len(rotaries) != 1 or apply is None:
-            _fail(network, "its rotary embedding is not one module `rotary_emb` with one `apply_rotary_pos_emb`")
-        rotary = next(iter(rotaries.values()))
-        rope_type = getattr(rotary, "rope_type", "default")
-        try:
-            matrices = _read(rotary, apply, head_dim)
-        except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
-            _fail(network, f"its rotary functions cannot be called ({error})")
-        rope = cls._from_matrices(network, matrices, rope_type not in FIXED)
-        for before, after in zip(keys, _cached_keys(network, PROBES[-1]), strict=True):
-            expected = before.float() @ _rotation(rope, PROBES[-1]).T
-            tolerance = max(1e-4, 2 * torch.finfo(before.dtype).eps) * before.float().norm()
-            if (after.float() - expected).norm() > tolerance:
-                _fail(network, "the keys of some layer do not rotate the way its rotary functions do")
-        return rope
+        layers = tuple(full_layers(network.config))
+        if not layers:
+            _fail(network, "no layer has full attention")
+        before, after = ([keys[i].float() for i in layers] for keys in (_keys(network, None), _keys(network, TURNED)))
+        if len({key.shape[-1] for key in before}) != 1:
+            _fail(network, "its heads differ in size between layers")
+        head_dim, exact = before[0].shape[-1], torch.finfo(network.dtype).eps
+
+        def agrees(rope: Rope) -> bool:
+            turn = _rotation(rope, TURNED).T
+            tolerance = max(1e-4, 2 * exact)
+            return all((b - a @ turn).norm() <= tolerance * a.norm() for a, b in zip(before, after, strict=True))
+
+        still = cls("none", [], list(range(head_dim)), torch.empty(0), head_dim, layers=layers)
+        if agrees(still) or not _has_rotary(network):  # learned positions move keys too, but are no rotation
+            return still
+        # what cannot be called, or is not made of pairs, may belong to other layers: the reason counts if nothing fits
+        reasons = ["the keys of some layer do not rotate the way its rotary functions do"]
+        for scaled, read in _rotations(network, head_dim):
+            try:
+                rope = cls._from_matrices(network, read(), scaled)
+            except (TypeError, ValueError, AttributeError, IndexError, KeyError, RuntimeError) as error:
+                reasons.append(f"its rotary functions cannot be called ({error})")
+                continue
+            except UserError as error:
+                reasons.append(str(error).partition("not understood: ")[2])
+                continue
+            if agrees(rope):
+                return replace(rope, layers=layers)
+        _fail(network, reasons[-1])
 
     @classmethod
     def _from_matrices(cls, network: Any, matrices: Tensor, scaled: bool) -> Rope:
@@ -136,10 +151,6 @@ class Rope:
         return rope
 
 
-def _fail(network: Any, reason: str) -> NoReturn:
-    raise UserError(f"the position embedding of {type(network).__name__} is not understood: {reason}")
-
-
 def _layout(network: Any, pairs: list[tuple[int, int]]) -> Layout:
     rotating = sorted(dimension for pair in pairs for dimension in pair)
     n = len(pairs)
@@ -150,16 +161,44 @@ def _layout(network: Any, pairs: list[tuple[int, int]]) -> Layout:
     _fail(network, f"its pairs of dimensions are neither halves nor neighbours: {pairs}")
 
 
-def _function(kind: type) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """The `apply_rotary_pos_emb` that an attention class calls: the one of the module that defines the class."""
-    return getattr(sys.modules[kind.__module__], "apply_rotary_pos_emb", None)
+def _rotaries(network: Any) -> list[Any]:
+    return [module for name, module in network.named_modules() if name.rpartition(".")[2].startswith("rotary_emb")]
 
 
-def _read(rotary: Any, apply: Callable[..., tuple[Tensor, Tensor]], head_dim: int) -> Tensor:
+def _has_rotary(network: Any) -> bool:
+    return bool(_rotaries(network)) or any("rotary" in name for source in _sources(network) for name in vars(source))
+
+
+def _sources(network: Any) -> set[ModuleType]:
+    """The Python modules that define the attention of the network's layers."""
+    found = {type(module) for module in network.modules() if getattr(module, "layer_idx", None) is not None}
+    return {sys.modules[kind.__module__] for kind in found if "Attention" in kind.__name__}
+
+
+def _rotations(network: Any, head_dim: int) -> Iterator[tuple[bool, Callable[[], Tensor]]]:
+    """Rotations that the model has: whether their frequencies depend on the length, and what reads them.
+
+    A model has one rotary module `rotary_emb`, or one for each type of layer, or one that is told the type.
+    """
+    applies: set[Any] = {getattr(source, "apply_rotary_pos_emb", None) for source in _sources(network)} - {None}
+    rotaries = _rotaries(network)
+    if not rotaries or len(applies) != 1:
+        _fail(network, "it has no module `rotary_emb` with one `apply_rotary_pos_emb`")
+    apply = applies.pop()
+    for rotary in rotaries:
+        kind: Any = getattr(rotary, "rope_type", "default")
+        if isinstance(kind, dict):
+            for name, its in kind.items():
+                yield its not in FIXED, partial(_read, rotary, apply, head_dim, layer_type=name)
+        else:
+            yield kind not in FIXED, partial(_read, rotary, apply, head_dim)
+
+
+def _read(rotary: Any, apply: Callable[..., tuple[Tensor, Tensor]], head_dim: int, **layer_type: str) -> Tensor:
     """What rotary position embedding multiplies a key (a column) by at the PROBES, [len(PROBES), d, d] float64."""
     device = next((buffer.device for buffer in rotary.buffers()), torch.device("cpu"))
     positions = torch.tensor([PROBES], device=device)
-    cos, sin = rotary(torch.zeros(1, len(PROBES), head_dim, device=device), positions)
+    cos, sin = rotary(torch.zeros(1, len(PROBES), head_dim, device=device), positions, **layer_type)
     # Some attention classes hand over the whole head, others the rotating part in front; the keys decide later.
     for width in (head_dim, cos.shape[-1]):
         basis = torch.eye(width, device=device)[None, :, None, :].expand(1, width, len(PROBES), width)
@@ -178,7 +217,7 @@ def _rotation(rope: Rope, position: int) -> Tensor:
     return replace(rope, scaled=False).rotate(torch.eye(rope.head_dim), position).T
 
 
-def _cached_keys(network: Any, position: int | None) -> list[Tensor]:
+def _keys(network: Any, position: int | None) -> list[Tensor]:
     """Keys that every layer caches for some tokens, each alone at `position`, [tokens, kv_heads, 1, d] per layer.
 
     A lone token attends to itself alone, so what enters a layer does not depend on the position: only keys do.

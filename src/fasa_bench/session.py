@@ -16,13 +16,14 @@ from transformers import PreTrainedModel
 from fasa_bench import layer_budget
 from fasa_bench.allocator import keep_freed_memory
 from fasa_bench.attention import Reading, installed, reading
-from fasa_bench.cache import Cache
+from fasa_bench.cache import Cache, KVLayer
 from fasa_bench.clock import Clock
 from fasa_bench.errors import UserError
 from fasa_bench.method import Method, Observation, resolve_budget
 from fasa_bench.sampling import Sampler
 from fasa_bench.segments import Packing
 from fasa_bench.task import Sampling
+from fasa_bench.windows import windows
 
 TOGETHER = 512  # tokens that are scored in one forward pass: logits of a whole vocabulary take room
 
@@ -57,7 +58,7 @@ class Prefilled:
         if self.padding is not None and not method.padding:
             raise UserError.of("method", method.name, "cannot decode prompts of different lengths in one batch")
         cache = self.cache.fork()
-        for layer, tokens in zip(cache.layers, self._budgets(method, budget, len(cache.layers)), strict=True):
+        for layer, tokens in zip(cache.full, self._budgets(method, budget, len(cache.full)), strict=True):
             layer.budget, layer.packing = tokens, packing or Packing()
         decoder = Decoder(self, cache, method)
         try:
@@ -69,7 +70,7 @@ class Prefilled:
                 twin.release(layer)
 
     def _budgets(self, method: Method, budget: int | float | None, layers: int) -> Sequence[int | None]:
-        """Tokens of each layer; never below what the method needs."""
+        """Tokens of each layer of full attention; never below what the method needs."""
         tokens, least = resolve_budget(budget, self.tokens), method.smallest_budget()
         if tokens is None:
             return [None] * layers
@@ -128,14 +129,15 @@ class Decoder:
     def compress(self) -> None:
         """Let the method act on the prompt's cache, layer by layer, then quantise what it leaves."""
         with self.state.clock.whole("compress"):
-            for layer in self.cache.layers:
+            for layer in self.cache.full:
                 window, query = self.method.observes().window, layer.prompt_queries
                 if query is not None:  # another method of the group may have asked for more
                     query = query[:, :, -window:] if window else None
                 self.method.prefill(layer, query)
                 layer.prompt_queries = layer.prompt_mass = None  # the prompt's own copy stays
                 layer.pack()
-                layer.read_bytes = layer.moved_bytes = 0  # counted from the first decode step on
+        for layer in self.cache.layers:
+            layer.read_bytes = layer.moved_bytes = 0  # counted from the first decode step on
         self.compress_seconds = self.state.clock.seconds.pop("compress")
         self._note_bytes()
 
@@ -326,12 +328,15 @@ class Session:
         else:
             padding = padding.to(self.device)
             positions = (padding.long().cumsum(1) - 1).clamp(min=0)
-        cache = Cache(self.network.config.get_text_config().num_hidden_layers)
+        cache = Cache([KVLayer(index, window) for index, window in enumerate(windows(self.network.config))])
         clock = Clock.on(self.device)
         observe = observe or Observation()
         state = Reading(cache, None, self.backend, observe=observe, reserve=reserve, clock=clock)
         with clock.whole("prefill"), reading(state):
             logits = self.forward(ids, positions, cache, padding)[:, -1]
+        if any(layer.seen != ids.shape[1] for layer in cache.layers):
+            name = type(self.network).__name__
+            raise UserError(f"{name} is not supported: some layers do not go through transformers' attention interface")
         return Prefilled(self, cache, logits, positions[:, -1:] + 1, padding, clock.seconds["prefill"])
 
     def forward(
