@@ -303,7 +303,6 @@ def _random_config(spec: ModelSpec, tokenizer: Any) -> Any:
             vocab_size=len(tokenizer),
             initializer_range=spec.hidden**-0.5,  # queries and keys of unit variance: attention is not flat
             tie_word_embeddings=True,
-            sliding_window=None,
             **ends,
         )
     except ValueError as error:
