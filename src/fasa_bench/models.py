@@ -126,22 +126,26 @@ class Model:
 
     @cached_property
     def network(self) -> Any:
-        """The loaded transformers model: inference mode, no gradients, on its device(s)."""
+        """The loaded transformers model: inference mode, no gradients, on its device(s).
+
+        Its own attention is the eager one, which every architecture has; a session puts ours in its place.
+        """
         from transformers import AutoModelForCausalLM
 
         _refuse_unsupported(self.name, self.config)
+        _ = self.prefill_backend  # refused before weights are loaded
         if self._is_random:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(self.spec.seed)
                 network = AutoModelForCausalLM.from_config(
-                    self.config, dtype=self._dtype or torch.float32, attn_implementation=self.prefill_backend
+                    self.config, dtype=self._dtype or torch.float32, attn_implementation="eager"
                 ).to(self._home)
         else:
             network = AutoModelForCausalLM.from_pretrained(
                 self.folder,
                 dtype=self._dtype or "auto",
                 device_map=self.spec.device_map or self._home,
-                attn_implementation=self.prefill_backend,
+                attn_implementation="eager",
                 trust_remote_code=self.spec.trust_remote_code,
             )
         return network.eval().requires_grad_(False)
