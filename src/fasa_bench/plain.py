@@ -21,12 +21,13 @@ class Plain:
         self.clock = Clock.on(self.session.device)
         self.cache = DynamicCache()
         for index, layer in enumerate(prefilled.cache.layers):
-            self.cache.update(layer.keys, layer.values, index)
+            self.cache.update(*layer.tables, index)
 
     def step(self, token_ids: Tensor) -> float:
         """Feed the next token of each row [b, 1]; returns seconds."""
         network = self.session.network
-        network.set_attn_implementation("sdpa")
+        if not self.session.hooked:
+            network.set_attn_implementation("sdpa")
         try:
             with self.clock.whole("step"):
                 network(
@@ -37,7 +38,8 @@ class Plain:
                     **{self.session.cache_argument: self.cache},
                 )
         finally:
-            network.set_attn_implementation(NAME)
+            if not self.session.hooked:
+                network.set_attn_implementation(NAME)
         self.position = self.position + 1
         return self.clock.seconds.pop("step")
 
