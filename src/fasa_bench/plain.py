@@ -32,9 +32,8 @@ class Plain:
             with self.clock.whole("step"):
                 network(
                     input_ids=token_ids.to(self.session.device),
-                    position_ids=self.position,
                     use_cache=True,
-                    logits_to_keep=1,
+                    **self.session.arguments(self.position, None, keep=1),
                     **{self.session.cache_argument: self.cache},
                 )
         finally:

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -299,6 +299,7 @@ class Session:
         names = inspect.signature(inspect.unwrap(network.forward)).parameters
         self.cache_argument = "cache" if "cache" in names else "past_key_values"
         self.hooked = family_of(network.config) is not None
+        self._keeps = "logits_to_keep" in names  # BLOOM and MPT do not before 5.x
         self._slopes = slopes_of(network)
         self._expansions = expansions_of(network)
         self._stack = contextlib.ExitStack()
@@ -347,19 +348,23 @@ class Session:
             raise UserError(f"{name} is not supported: some layers do not go through transformers' attention interface")
         return Prefilled(self, cache, logits, positions[:, -1:] + 1, padding, clock.seconds["prefill"])
 
+    def arguments(self, positions: Tensor, padding: Tensor | None, keep: int) -> dict[str, Any]:
+        """What of these the network's forward pass takes; the attention of a hooked one is asked in vain."""
+        if self.hooked:
+            return {"logits_to_keep": keep} if self._keeps else {}
+        return {"position_ids": positions, "attention_mask": padding, "logits_to_keep": keep}
+
     def forward(
         self, token_ids: Tensor, positions: Tensor, cache: Cache, padding: Tensor | None, keep: int = 1
     ) -> Tensor:
         """Logits [b, keep, vocabulary] after the last tokens. Positions are always passed: they are the true ones."""
-        given: dict[str, Tensor | None] = {"position_ids": positions, "attention_mask": padding}
-        if self.hooked:  # whose own attention is asked in vain
+        if self.hooked:
             padded = padding is not None and not padding.all()
-            cache.arriving, given = (positions, padding if padded else None), {}
+            cache.arriving = positions, padding if padded else None
         output = self.network(
             input_ids=token_ids,
-            **given,
             use_cache=True,
-            logits_to_keep=keep,
+            **self.arguments(positions, padding, keep),
             **{self.cache_argument: cache},
         )
         logits = output.logits[:, -keep:]
