@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fasa_bench.cache import KVLayer
 from fasa_bench.method import hidden
-from fasa_bench.softmax import capped, weights
+from fasa_bench.softmax import biased, capped, weights
 
 
 def approximate_logits(layer: KVLayer, query: Tensor, rank: int) -> tuple[Tensor, Tensor]:
@@ -30,6 +30,7 @@ def many_logits(layer: KVLayer, query: Tensor, rank: int, visible: Tensor | None
     coverage = (magnitude * mask).sum(-1, keepdim=True) / magnitude.sum(-1, keepdim=True)
     # a component that is not chosen is 0 in the query and adds exactly nothing: one product for all heads
     logits = capped(layer, layer.dot(query * mask.to(query.dtype)).float().mul_(layer.scale / coverage.sqrt()))
+    logits = biased(layer, logits, 1.0)
     return logits if visible is None else hidden(logits, visible, torch.finfo(logits.dtype).min), components
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from fasa_bench.cache import KVLayer
 from fasa_bench.method import TopTokens, resolve_count
 from fasa_bench.principal import Rotary
+from fasa_bench.softmax import biased
 
 if TYPE_CHECKING:
     from fasa_bench.calibration import Calibration
@@ -49,5 +50,7 @@ class Loki(TopTokens):
         first = self._first[layer.index] = self._first[layer.index].to(query)  # P [H, d, r]
         projected = query.reshape(query.shape[0], len(first), -1, query.shape[-1]) @ first
         if query.shape[2] == 1:  # q P (k P)' = (q P P') k': brought back, so that the keys stay as they are
-            return layer.dot((projected @ first.mT).reshape(query.shape))
-        return (projected @ (layer.keys @ first).mT).reshape(*query.shape[:3], -1)
+            products = layer.dot((projected @ first.mT).reshape(query.shape))
+        else:
+            products = (projected @ (layer.keys @ first).mT).reshape(*query.shape[:3], -1)
+        return biased(layer, products, layer.scale)

@@ -21,6 +21,7 @@ from fasa_bench.filling import filled
 from fasa_bench.method import Observation, group_softmax
 from fasa_bench.methods.full import FullKV
 from fasa_bench.methods.sparq import SparQ
+from fasa_bench.plain import Plain
 from fasa_bench.rope import Rope
 from fasa_bench.session import Session
 from fasa_bench.windows import check_window, windows
@@ -52,10 +53,6 @@ def plain(name: str, ids: Tensor, prompt: int) -> Tensor:
             state = {key: output[key] for key in ("cache", "past_key_values") if key in output}
             found.append(output.logits[0, -1])
     return torch.stack(found)
-
-
-def pairing_of(name: str) -> Any:
-    return "rope" if rope_of(name).pairs else "single"
 
 
 # --- full KV is the model
@@ -103,7 +100,7 @@ def test_a_padded_row_and_samples_equal_runs_of_their_own(name: str) -> None:
 def test_scores_of_all_units_add_up_to_the_logits(name: str) -> None:
     """Before the scale, of the queries and keys that the model itself makes; every dimension is in one unit."""
     rope = rope_of(name)
-    units = rope.units(pairing_of(name))
+    units = rope.units("rope")
     assert sorted(units[units >= 0].tolist()) == list(range(rope.head_dim))
     with Session(network(name)) as session:
         layers = session.prefill(IDS, observe=Observation(window=2)).cache.full
@@ -121,7 +118,7 @@ def test_scores_of_all_units_add_up_to_the_logits(name: str) -> None:
 def test_a_step_of_one_position_acts_inside_each_unit(name: str) -> None:
     """Moved keys are those that the model makes there; what belongs to different units never mixes."""
     rope = rope_of(name)
-    units = rope.units(pairing_of(name))
+    units = rope.units("rope")
     member = torch.zeros(len(units), rope.head_dim + 1).scatter(1, units % (rope.head_dim + 1), 1.0)[:, :-1]
     together = (member.T @ member).bool()
     if rope.scaled:
@@ -161,11 +158,11 @@ def test_layouts(name: str) -> None:
 def test_a_budget_of_the_whole_context_equals_full_kv(name: str) -> None:
     model = SimpleNamespace(config=network(name).config, rope=rope_of(name))
     methods = {label: make() for label, make in METHODS.items()}
+    if rope_of(name).scaled or not rope_of(name).pairs:  # cached keys cannot be moved
+        del methods["streamingllm_cache"]
     if rope_of(name).scaled:
-        del methods["streamingllm_cache"], methods["loki_pre"]  # cached keys cannot be moved
+        del methods["loki_pre"]
     for method in methods.values():
-        if hasattr(method, "pairing") and method.pairing == "rope":
-            method.pairing = pairing_of(name)
         method.prepare(model, FakeCalibration())  # type: ignore[arg-type]
 
     def decode(prefilled: Any, method: Any, budget: Any) -> Tensor:
@@ -347,6 +344,15 @@ def test_a_run_says_where_its_method_acts(job: Any) -> None:
     assert told["value"] == {"window": 128, "full_attention_layers": [1]}
     assert "keeps it and is read whole" in told["note"]
     assert "model.windows" not in job().deviations
+
+
+def test_transformers_takes_no_part_in_timings_of_windows() -> None:
+    for name in ("gemma3", "gpt_oss", "mistral_sliding"):
+        with (
+            Session(network(name)) as session,
+            pytest.raises(UserError, match=r"task\.plain=True is not allowed: .* sliding windows"),
+        ):
+            Plain(session.prefill(IDS))
 
 
 def test_a_method_needs_a_layer_to_act_on(job: Any) -> None:

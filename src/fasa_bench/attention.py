@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from fasa_bench.cache import Cache, KVLayer
+from fasa_bench.cache import KVLayer
 from fasa_bench.clock import Clock, stage
 from fasa_bench.dense import causal, dense_prompt
 from fasa_bench.method import Method, Observation
-from fasa_bench.segments import product
+from fasa_bench.model_cache import Cache
 from fasa_bench.softmax import scaled
 from fasa_bench.softmax import weights as softmax
 from fasa_bench.windows import check_window
@@ -72,6 +72,11 @@ class Reading:
 _reading: ContextVar[Reading] = ContextVar("reading")
 
 
+def current() -> Reading | None:
+    """What a forward pass reads and fills; None outside of `reading`."""
+    return _reading.get(None)
+
+
 @contextlib.contextmanager
 def installed(network: PreTrainedModel) -> Iterator[None]:
     """Let the network use this module's attention, and put its own back afterwards."""
@@ -114,7 +119,7 @@ def forward(
 
     sliding_window, softcap, s_aux: transformers' names of a layer's window, soft cap and sinks [Hq].
     """
-    state = _reading.get(None)
+    state = current()
     if state is None:
         raise RuntimeError(f"attention '{NAME}' works only inside fasa_bench.attention.reading(...)")
     layer = state.cache.layers[int(module.layer_idx)]  # type: ignore[arg-type]
@@ -122,22 +127,35 @@ def forward(
     layer.cap, layer.sinks = softcap, s_aux
     positions = _positions(layer, key, attention_mask, position_ids)
     if state.method is None:
-        config: Any = module.config
-        check_window(type(module).__name__, sliding_window, layer.window, config.max_position_embeddings)
-        return _prompt(state, module, layer, query, key, value, positions), None
+        config: Any = getattr(module, "config", None)
+        if config is not None:
+            check_window(type(module).__name__, sliding_window, layer.window, config.max_position_embeddings)
+        output = _prompt(state, module, layer, query, key, value, positions)
+        layer.offered = None  # nothing holds the prompt's keys and values twice
+        return output, None
     outputs = []
     new = query.shape[2]
     # one after the other, since a method may evict between two tokens of one call; unless it is known not to mind
     width = _together(query, layer.length + new) if state.parallel else 1
     for i in range(0, new, width):
         now = slice(i, i + width)
-        layer.append(key[:, :, now], value[:, :, now], positions[:, now])
+        keys, values = kept(layer, key, value)
+        layer.append(keys[:, :, now], values[:, :, now], positions[:, now])
         if state.parallel:
             outputs.append(_steps(state, state.method, layer, query[:, :, now], positions[:, now]))
         else:
             outputs.append(_step(state, state.method, layer, query[:, :, now]))
         layer.trim(SLACK)
+    layer.offered = None
     return torch.cat(outputs, dim=1), None
+
+
+def kept(layer: KVLayer, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """What the layer caches of new tokens: their keys and values, or the latents that the model offered its cache."""
+    if layer.expansion is None:
+        return key, value
+    assert layer.offered is not None
+    return layer.offered
 
 
 def _together(query: Tensor, tokens: int) -> int:
@@ -182,7 +200,7 @@ def _prompt(
 ) -> Tensor:
     """Dense causal attention of the prompt (paper B.1: no method touches it); the prompt may come in several calls."""
     full = layer.window is None
-    layer.append(key, value, positions, reserve=state.reserve if full else 0)
+    layer.append(*kept(layer, key, value), positions, reserve=state.reserve if full else 0)
     if full:
         _observe(state.observe, layer, query, positions)
     output = dense_prompt(module, layer, query, positions, state.backend)
@@ -288,7 +306,7 @@ def dense(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
     """
     grouped = query.reshape(len(query), keys.shape[1], -1, query.shape[-1])
     output = torch.nn.functional.scaled_dot_product_attention(grouped, keys, values, scale=scale)
-    return output.reshape(query.shape).transpose(1, 2)
+    return output.reshape(*query.shape[:-1], values.shape[-1]).transpose(1, 2)
 
 
 def attend(
@@ -308,6 +326,7 @@ def attend(
         weights = torch.softmax(layer.dot(query)[:, :, 0].float() * layer.scale, dim=-1) if weigh else None
         return output, weights, float(whole[0].shape[2])
     visible: Tensor | None
+    positions: Tensor | None = None
     if slots is None:
         scores, chosen, visible = layer.dot(query), None, layer.real
     else:
@@ -317,10 +336,13 @@ def attend(
             chosen = layer.choose(existing)
         scores = chosen.dot(layer.query_parts(query))
         visible = wanted >= 0 if ragged else None
+        if layer.padded or layer.slopes is not None:
+            positions = layer.positions_of(existing)
         if layer.padded:
-            real = layer.positions_of(existing) >= 0
+            assert positions is not None
+            real = positions >= 0
             visible = real if visible is None else visible & real
-    scores = scaled(layer, scores)  # [b, Hq, 1, m]
+    scores = scaled(layer, scores, positions)  # [b, Hq, 1, m]
     batch, heads, _, n = scores.shape
     attended = float(n)
     if visible is not None:
@@ -330,5 +352,5 @@ def attend(
         scores = scores.masked_fill(~visible[:, :, None], torch.finfo(scores.dtype).min)
     weights = softmax(layer, scores)
     rounded = weights.to(query.dtype)
-    output = (layer.mix(rounded) if chosen is None else product(rounded, chosen.values)).transpose(1, 2)
+    output = (layer.mix(rounded) if chosen is None else chosen.mix(rounded)).transpose(1, 2)
     return output, weights[:, :, 0], attended

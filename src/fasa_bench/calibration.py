@@ -29,6 +29,7 @@ from fasa_bench.paths import cache_folder
 from fasa_bench.principal import Rotary, principal_axes
 from fasa_bench.rope import Pairing
 from fasa_bench.session import Session
+from fasa_bench.softmax import position_bias
 from fasa_bench.texts import calibration_text
 
 if TYPE_CHECKING:
@@ -151,7 +152,9 @@ class AgreementRecorder(Method):
         self._steps: dict[int, int] = {}
 
     def decoded(self, layer: KVLayer, query: Tensor, weights: Tensor | None) -> None:
-        found = contextual_agreement(query, layer.keys, self.units.to(query.device), self.k)[0].double().cpu()
+        bias = position_bias(layer)
+        bias = None if bias is None else bias / layer.scale
+        found = contextual_agreement(query, layer.keys, self.units.to(query.device), self.k, bias)[0].double().cpu()
         self._sums[layer.index] = self._sums.get(layer.index, 0) + found
         self._steps[layer.index] = self._steps.get(layer.index, 0) + 1
 
@@ -159,8 +162,10 @@ class AgreementRecorder(Method):
         return torch.stack([self._sums[i] / self._steps[i] for i in sorted(self._sums)]).float()
 
 
-def contextual_agreement(query: Tensor, keys: Tensor, units: Tensor, k: int) -> Tensor:
+def contextual_agreement(query: Tensor, keys: Tensor, units: Tensor, k: int, bias: Tensor | None = None) -> Tensor:
     """CA of each chunk for one query: query [b, Hq, 1, d], keys [b, H, n, d], units [U, s] -> [b, Hq, U].
+
+    bias [b, Hq, n]: a position bias, which is part of the full scores and of no chunk's.
 
     Works through one KV head at a time, so that a long context needs memory for G * U * n scores, not for all heads.
     """
@@ -170,6 +175,8 @@ def contextual_agreement(query: Tensor, keys: Tensor, units: Tensor, k: int) -> 
     for head in range(heads):
         one, cached = grouped[:, head], keys[:, head].float()  # [b, G, d], [b, n, d]
         whole = torch.matmul(one, cached.transpose(1, 2))
+        if bias is not None:
+            whole += bias.unflatten(1, (heads, -1))[:, head]
         member = whole >= kth_largest(whole, k)
         parts = (unit_products(one, cached, dims) for dims in units.unbind(1))
         chunk = functools.reduce(torch.Tensor.add_, parts)  # [b, G, U, n]

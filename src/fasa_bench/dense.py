@@ -1,4 +1,5 @@
-"""Dense attention of the prompt pass: causal by position, with the windows, soft caps and sinks that layers may have.
+"""Dense attention of the prompt pass: causal by position, with the windows, soft caps, sinks and biases that layers may
+have.
 
 Nothing grows with the square of the prompt: what PyTorch's fused attention cannot do is done for some queries at a
 time. Shapes as in fasa_bench.cache.
@@ -33,9 +34,10 @@ def dense_prompt(
     """
     keys, values = layer.keys, layer.values
     new, length, window = query.shape[2], layer.length, layer.window
+    fusible = layer.cap is None and layer.slopes is None
     narrow = window is not None and length > window
-    if not (narrow or layer.padded or layer.cap is not None or new < length):
-        if backend == "flash_attention_2" and layer.sinks is None:
+    if fusible and not (narrow or layer.padded or new < length):
+        if backend == "flash_attention_2" and layer.sinks is None and keys.shape == values.shape:
             from flash_attn import flash_attn_func
 
             heads_last = (tensor.transpose(1, 2) for tensor in (query, keys, values))
@@ -43,7 +45,7 @@ def dense_prompt(
         return _fused(module, layer, query, keys, values, None)
     held, outputs = layer.positions[:, 0], []
     span = length if window is None else 2 * window
-    heads = query.shape[1] if layer.cap is not None else 1  # a mask serves all heads
+    heads = 1 if fusible else query.shape[1]  # a mask serves all heads
     chunk = max(1, min(span, ELEMENTS // (len(query) * heads * span)))
     for start in range(0, new, chunk):
         at = positions[:, start : start + chunk]
@@ -52,7 +54,10 @@ def dense_prompt(
         seen = causal(held[:, first:end], at, window)
         seen = (seen | (at < 0)[:, :, None])[:, None]  # a padded query sees everything, else its softmax would be 0 / 0
         part = query[:, :, start : start + chunk], keys[:, :, first:end], values[:, :, first:end]
-        outputs.append(_fused(module, layer, *part, seen) if layer.cap is None else _capped(layer, *part, seen))
+        if fusible:
+            outputs.append(_fused(module, layer, *part, seen))
+        else:
+            outputs.append(_unfused(layer, *part, seen, layer.positions[..., first:end]))
     return torch.cat(outputs, dim=1)
 
 
@@ -73,10 +78,10 @@ def _fused(
     return output if sinks is None else output[:, 1:, :, :dim]
 
 
-def _capped(layer: KVLayer, query: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tensor:
-    """The same with a soft cap, which fused attention does not know."""
+def _unfused(layer: KVLayer, query: Tensor, keys: Tensor, values: Tensor, seen: Tensor, positions: Tensor) -> Tensor:
+    """The same with a soft cap or a bias, which fused attention does not know. positions [b, H or 1, n] of the keys."""
     batch, heads, new, dim = query.shape
     grouped = query.reshape(batch, keys.shape[1], -1, dim)
-    logits = scaled(layer, (grouped @ keys.transpose(2, 3)).view(batch, heads, new, -1))
+    logits = scaled(layer, (grouped @ keys.transpose(2, 3)).view(batch, heads, new, -1), positions)
     found = weights(layer, logits.masked_fill(~seen, torch.finfo(logits.dtype).min)).to(query.dtype)
     return (found.view(batch, keys.shape[1], -1, keys.shape[2]) @ values).view(batch, heads, new, -1).transpose(1, 2)

@@ -12,7 +12,7 @@ from torch import Tensor
 from fasa_bench.cache import KVLayer
 from fasa_bench.clock import stage
 from fasa_bench.errors import UserError
-from fasa_bench.softmax import scaled, weights
+from fasa_bench.softmax import capped, scaled, weights
 
 if TYPE_CHECKING:
     from fasa_bench.calibration import Calibration
@@ -255,12 +255,14 @@ def hidden(scores: Tensor, visible: Tensor, least: float = -torch.inf) -> Tensor
     return scores.clamp(max=torch.where(visible, torch.inf, least).to(scores.dtype))
 
 
-def group_softmax(scores: Tensor, layer: KVLayer, visible: Tensor | None = None) -> Tensor:
+def group_softmax(scores: Tensor, layer: KVLayer, visible: Tensor | None = None, position_bias: bool = True) -> Tensor:
     """Mean over the query heads of each KV head of the softmax of products: [b, Hq, ..., n] -> [b, H, ..., n] float32.
 
-    visible: the tokens that count, which broadcasts to the scores; None for the layer's real ones.
+    visible: the tokens that count, which broadcasts to the scores; None for the layer's real ones. position_bias:
+    whether to add ALiBi's, in a model that has it.
     """
-    logits = scaled(layer, scores.float())
+    products = scores.float()
+    logits = scaled(layer, products) if position_bias else capped(layer, products * layer.scale)
     visible = layer.real if visible is None else visible
     if visible is not None:
         logits = hidden(logits, visible)

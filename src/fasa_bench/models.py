@@ -14,6 +14,7 @@ import torch
 from packaging.version import Version
 
 from fasa_bench import embedded, hub
+from fasa_bench.alibi import check_alibi, family_of
 from fasa_bench.errors import UserError
 from fasa_bench.rope import Rope
 from fasa_bench.windows import windows
@@ -108,6 +109,8 @@ class Model:
         from transformers import AutoTokenizer
 
         remote = self.spec.trust_remote_code
+        if remote:  # code for another version of transformers would fail less clearly
+            _refuse_unsupported(self.name, self.config)
         return AutoTokenizer.from_pretrained(self._files(weights=False), trust_remote_code=remote)
 
     @cached_property
@@ -168,11 +171,14 @@ class Model:
         from transformers.utils import is_flash_attn_2_available
 
         chosen = self.spec.attention
+        fused = not (family_of(self.config) or getattr(self.config, "kv_lora_rank", None))
+        if chosen == "flash_attention_2" and not fused:
+            raise UserError.of("model.attention", chosen, "must be auto or sdpa for a model with ALiBi or latents")
         if chosen == "flash_attention_2" and not is_flash_attn_2_available():
             raise UserError.of("model.attention", chosen, "needs flash-attn and its GPU: pip install fasa-bench[flash]")
         if chosen != "auto":
             return chosen
-        half = self._home.type != "cpu" and self._weights_dtype in (torch.float16, torch.bfloat16)
+        half = fused and self._home.type != "cpu" and self._weights_dtype in (torch.float16, torch.bfloat16)
         return "flash_attention_2" if half and is_flash_attn_2_available() else "sdpa"
 
     @cached_property
@@ -315,13 +321,5 @@ def _random_config(spec: ModelSpec, tokenizer: Any) -> Any:
 
 def _refuse_unsupported(name: str, config: Any) -> None:
     """Architectures whose attention the harness would get wrong: an error instead of a wrong number."""
-    attention = getattr(config, "attn_config", None)
-    alibi = getattr(config, "alibi", False) or getattr(attention, "alibi", False)
     windows(config)
-    reason = None
-    if getattr(config, "kv_lora_rank", None):
-        reason = "multi-head latent attention (MLA)"
-    elif alibi or config.model_type in ("bloom", "baichuan"):
-        reason = "ALiBi positions"
-    if reason:
-        raise UserError(f"model={name} is not supported yet: it uses {reason}")
+    check_alibi(name, config)

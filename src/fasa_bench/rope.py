@@ -6,6 +6,7 @@ dimensions form a pair differs between implementations, so it is read off the lo
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fasa_bench.errors import UserError
+from fasa_bench.latent import expansions_of
 from fasa_bench.windows import full_layers
 
 Layout = Literal["half", "interleaved", "none"]
@@ -24,6 +26,7 @@ Pairing = Literal["rope", "adjacent", "single"]
 
 FIXED = ("default", "linear", "llama3", "yarn", "proportional")  # rope types whose frequencies ignore the length
 PROBES = (1, 2, 7)  # positions at which the rotation is read and checked
+APPLY = ("apply_rotary_pos_emb", "apply_rotary_emb")  # transformers' names for what turns queries and keys
 TURNED = PROBES[-1]  # where the keys of all layers are checked
 
 
@@ -58,12 +61,10 @@ class Rope:
         """Dimensions of each unit that a method selects, [n_units, unit_size] int64; -1 fills up a smaller unit.
 
         `rope`: the true pairs, highest frequency first, then each dimension that does not rotate on its own (paper,
-        Figure 9). `adjacent`: (2i, 2i + 1) over the whole head, as in the authors' code. `single`: every dimension on
-        its own.
+        Figure 9); without RoPE all are (Figure 8). `adjacent`: (2i, 2i + 1) over the whole head, as in the authors'
+        code. `single`: every dimension on its own.
         """
-        if pairing == "rope":
-            if not self.pairs:
-                raise UserError.of("method.pairing", pairing, "this model has no RoPE: use single or adjacent")
+        if pairing == "rope" and self.pairs:
             return torch.tensor([*self.pairs, *((dimension, -1) for dimension in self.plain)])
         size = 2 if pairing == "adjacent" else 1
         return torch.arange(self.head_dim).reshape(-1, size)
@@ -180,36 +181,45 @@ def _rotations(network: Any, head_dim: int) -> Iterator[tuple[bool, Callable[[],
 
     A model has one rotary module `rotary_emb`, or one for each type of layer, or one that is told the type.
     """
-    applies: set[Any] = {getattr(source, "apply_rotary_pos_emb", None) for source in _sources(network)} - {None}
+    found = {(name, getattr(source, name, None)) for source in _sources(network) for name in APPLY}
+    applies = [apply for _, apply in sorted(found, key=lambda item: APPLY.index(item[0])) if apply is not None]
     rotaries = _rotaries(network)
-    if not rotaries or len(applies) != 1:
-        _fail(network, "it has no module `rotary_emb` with one `apply_rotary_pos_emb`")
-    apply = applies.pop()
-    for rotary in rotaries:
+    if not rotaries or not applies:
+        _fail(network, f"it has no module `rotary_emb` with one of {', '.join(APPLY)}")
+    for rotary, apply, behind in itertools.product(rotaries, applies, (False, True)):
+        read = partial(_read, rotary, apply, head_dim, behind)
         kind: Any = getattr(rotary, "rope_type", "default")
         if isinstance(kind, dict):
             for name, its in kind.items():
-                yield its not in FIXED, partial(_read, rotary, apply, head_dim, layer_type=name)
+                yield its not in FIXED, partial(read, layer_type=name)
         else:
-            yield kind not in FIXED, partial(_read, rotary, apply, head_dim)
+            yield kind not in FIXED, read
 
 
-def _read(rotary: Any, apply: Callable[..., tuple[Tensor, Tensor]], head_dim: int, **layer_type: str) -> Tensor:
-    """What rotary position embedding multiplies a key (a column) by at the PROBES, [len(PROBES), d, d] float64."""
+def _read(
+    rotary: Any, apply: Callable[..., tuple[Tensor, Tensor]], head_dim: int, behind: bool, **layer_type: str
+) -> Tensor:
+    """What rotary position embedding multiplies a key (a column) by at the PROBES, [len(PROBES), d, d] float64.
+
+    behind: whether the dimensions that do not rotate come first (latent attention), and not last.
+    """
     device = next((buffer.device for buffer in rotary.buffers()), torch.device("cpu"))
     positions = torch.tensor([PROBES], device=device)
-    cos, sin = rotary(torch.zeros(1, len(PROBES), head_dim, device=device), positions, **layer_type)
-    # Some attention classes hand over the whole head, others the rotating part in front; the keys decide later.
-    for width in (head_dim, cos.shape[-1]):
+    turning = rotary(torch.zeros(1, len(PROBES), head_dim, device=device), positions, **layer_type)
+    turning = turning if isinstance(turning, tuple) else (turning,)  # cosines and sines, or complex numbers
+    turned = turning[0].shape[-1] * (2 if turning[0].is_complex() else 1)
+    # Some attention classes hand over the whole head, others the part that rotates; the keys decide later.
+    for width in (head_dim, turned):
         basis = torch.eye(width, device=device)[None, :, None, :].expand(1, width, len(PROBES), width)
         try:
-            rotated = apply(basis, basis, cos, sin)[1]
+            rotated = apply(basis, basis, *turning)[1]
         except RuntimeError:  # shapes do not fit
             continue
         matrices = torch.eye(head_dim, dtype=torch.float64).repeat(len(PROBES), 1, 1)
-        matrices[:, :width, :width] = rotated[0].permute(1, 2, 0).double().cpu()  # [basis, position, out] before
+        part = slice(head_dim - width, None) if behind else slice(width)
+        matrices[:, part, part] = rotated[0].permute(1, 2, 0).double().cpu()  # [basis, position, out] before
         return matrices
-    raise ValueError(f"cos of width {cos.shape[-1]} fits no part of a head of {head_dim}")
+    raise ValueError(f"a rotation of {turned} dimensions fits no part of a head of {head_dim}")
 
 
 def _rotation(rope: Rope, position: int) -> Tensor:
@@ -226,11 +236,18 @@ def _keys(network: Any, position: int | None) -> list[Tensor]:
     ids = torch.tensor([[3], [5], [7], [11]], device=device)
     where = {} if position is None else {"position_ids": torch.full_like(ids, position)}
     attention = network.config._attn_implementation
-    network.set_attn_implementation("eager")  # a method's attention may be installed, which wants its own cache
+    if attention != "eager":  # a method's attention may be installed, which wants its own cache
+        network.set_attn_implementation("eager")
     try:
         with torch.no_grad():
             output = network(input_ids=ids, use_cache=True, **where)
     finally:
-        network.set_attn_implementation(attention)
+        if attention != "eager":
+            network.set_attn_implementation(attention)
     cache = getattr(output, "cache", None)  # its name in newer transformers 5
-    return [layer.keys.cpu() for layer in (output.past_key_values if cache is None else cache).layers]
+    layers = (output.past_key_values if cache is None else cache).layers
+    whole = {index: expansion.whole for index, expansion in expansions_of(network).items()}
+    return [
+        (whole[index](layer.keys, layer.values)[0] if index in whole else layer.keys).cpu()
+        for index, layer in enumerate(layers)
+    ]

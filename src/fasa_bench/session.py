@@ -7,19 +7,22 @@ import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from fasa_bench import layer_budget
+from fasa_bench.alibi import family_of, hooked, slopes_of
 from fasa_bench.allocator import keep_freed_memory
 from fasa_bench.attention import Reading, installed, reading
-from fasa_bench.cache import Cache, KVLayer
+from fasa_bench.cache import KVLayer
 from fasa_bench.clock import Clock
 from fasa_bench.errors import UserError
+from fasa_bench.latent import expansions_of
 from fasa_bench.method import Method, Observation, resolve_budget
+from fasa_bench.model_cache import Cache
 from fasa_bench.sampling import Sampler
 from fasa_bench.segments import Packing
 from fasa_bench.task import Sampling
@@ -295,12 +298,16 @@ class Session:
         # transformers renamed the argument in 5.2x
         names = inspect.signature(inspect.unwrap(network.forward)).parameters
         self.cache_argument = "cache" if "cache" in names else "past_key_values"
+        self.hooked = family_of(network.config) is not None
+        self._keeps = "logits_to_keep" in names  # BLOOM and MPT do not before 5.x
+        self._slopes = slopes_of(network)
+        self._expansions = expansions_of(network)
         self._stack = contextlib.ExitStack()
         keep_freed_memory()
 
     def __enter__(self) -> Session:
         self._stack.enter_context(torch.inference_mode())
-        self._stack.enter_context(installed(self.network))
+        self._stack.enter_context(hooked(self.network) if self.hooked else installed(self.network))
         return self
 
     def __exit__(
@@ -328,7 +335,9 @@ class Session:
         else:
             padding = padding.to(self.device)
             positions = (padding.long().cumsum(1) - 1).clamp(min=0)
-        cache = Cache([KVLayer(index, window) for index, window in enumerate(windows(self.network.config))])
+        sizes = enumerate(windows(self.network.config))
+        layers = [KVLayer(index, window, self._expansions.get(index), self._slopes) for index, window in sizes]
+        cache = Cache(layers, self.hooked)
         clock = Clock.on(self.device)
         observe = observe or Observation()
         state = Reading(cache, None, self.backend, observe=observe, reserve=reserve, clock=clock)
@@ -339,16 +348,23 @@ class Session:
             raise UserError(f"{name} is not supported: some layers do not go through transformers' attention interface")
         return Prefilled(self, cache, logits, positions[:, -1:] + 1, padding, clock.seconds["prefill"])
 
+    def arguments(self, positions: Tensor, padding: Tensor | None, keep: int) -> dict[str, Any]:
+        """What of these the network's forward pass takes; the attention of a hooked one is asked in vain."""
+        if self.hooked:
+            return {"logits_to_keep": keep} if self._keeps else {}
+        return {"position_ids": positions, "attention_mask": padding, "logits_to_keep": keep}
+
     def forward(
         self, token_ids: Tensor, positions: Tensor, cache: Cache, padding: Tensor | None, keep: int = 1
     ) -> Tensor:
         """Logits [b, keep, vocabulary] after the last tokens. Positions are always passed: they are the true ones."""
+        if self.hooked:
+            padded = padding is not None and not padding.all()
+            cache.arriving = positions, padding if padded else None
         output = self.network(
             input_ids=token_ids,
-            position_ids=positions,
-            attention_mask=padding,
             use_cache=True,
-            logits_to_keep=keep,
+            **self.arguments(positions, padding, keep),
             **{self.cache_argument: cache},
         )
         logits = output.logits[:, -keep:]
