@@ -27,6 +27,7 @@ def save(
     """Write an artefact: the tensor and, as text, what it was made of."""
     settings = {key: str(value) for key, value in asdict(calibration).items()}
     facts = {"model": model.name, "fingerprint": model.fingerprint, "sample": calibration.sample_id}
+    facts["layers"] = " ".join(map(str, model.rope.layers))  # to which the tensor's rows belong
     write_whole(path, save_tensors({kind: tensor.contiguous()}, {**settings, **facts, SETTING[kind]: setting}))
 
 
