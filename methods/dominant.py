@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fasa_bench.cache import KVLayer
+
 
 def dominant_dimensions(agreement: Tensor, units: Tensor, count: int, kv_heads: int, head_dim: int) -> list[Dominant]:
     """For each of the layers, the dimensions of the `count` chunks with the highest agreement [layers, Hq, chunks].
@@ -41,6 +43,15 @@ class Dominant:
             self.mask = self.mask.to(query.device, query.dtype)
             self.lead_mask = self.lead_mask.to(query.device, query.dtype)
         return self
+
+    def products(self, layer: KVLayer, query: Tensor) -> Tensor:
+        """Of the dominant dimensions of queries [b, Hq, q, d] with all keys, as KVLayer.lead_dot gives them."""
+        if not layer.is_split:
+            return layer.lead_dot(query * self.mask)
+        lead = layer.query_parts(query)[0]
+        if self.shared:
+            return layer.lead_dot(lead, whole=query.shape[2] == 1)
+        return layer.lead_dot(lead * self.lead_mask)
 
 
 def chunk_mask(agreement: Tensor, units: Tensor, count: int, head_dim: int) -> Tensor:

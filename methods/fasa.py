@@ -41,7 +41,7 @@ class FasaC(TopTokens):
     share: what a token is then worth: the mean over the heads of the softmax of their scores, or the largest TIP
         score that one of the heads gives it.
     sinks, recent: first and newest tokens that are always among the budget.
-    position_bias: in a model with ALiBi, add its bias to the scores of the chunks; it takes no key to know it.
+    position_bias: with ALiBi, add the bias to the chunks' scores; it takes no key to know it.
     backend: triton for the kernels of one sequence or batch, torch for everything; auto takes the kernels on CUDA.
     """
 
@@ -69,15 +69,13 @@ class FasaC(TopTokens):
     }
 
     def __post_init__(self) -> None:
-        for key in ("sinks", "recent"):
-            if getattr(self, key) < 0:
-                raise UserError.of(f"method.{key}", getattr(self, key), "must be at least 0")
+        for key, count in (("sinks", self.sinks), ("recent", self.recent)):
+            if count < 0:
+                raise UserError.of(f"method.{key}", count, "must be at least 0")
 
     def prepare(self, model: Model, calibration: Calibration) -> None:
         units, config = model.rope.units(self.pairing), model.config
-        heads = (
-            getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        )  # no KV heads: a family's MHA
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads  # as many in some families
         count = resolve_count("method.n_tip", self.n_tip, len(units))
         agreement = calibration.agreement(model, self.pairing)  # [layers, Hq, chunks]
         if self.fc_granularity == "kv_head":
@@ -85,8 +83,9 @@ class FasaC(TopTokens):
             agreement = shared.expand(-1, -1, agreement.shape[1] // heads, -1).flatten(1, 2)
         dominant = dominant_dimensions(agreement, units, count, heads, model.rope.head_dim)
         self._layers = dict(zip(model.rope.layers, dominant, strict=True))
-        share = "none" if self.token_granularity == "query_head" else self.share
-        self._kernels = Kernels(share, self.sinks, self.recent)
+        self._kernels = Kernels(
+            "none" if self.token_granularity == "query_head" else self.share, self.sinks, self.recent
+        )
 
     def prefill(self, layer: KVLayer, query: Tensor | None) -> None:
         if layer.budget is not None and layer.length >= layer.budget and layer.index not in self.dense_layers:
@@ -112,18 +111,12 @@ class FasaC(TopTokens):
 
     def scores(self, layer: KVLayer, query: Tensor, visible: Tensor | None) -> Tensor:
         with stage("tip"):
-            dominant = self._layers[layer.index].on(query)
-            if not layer.is_split:
-                products = layer.lead_dot(query * dominant.mask)
-            elif dominant.shared:
-                products = layer.lead_dot(layer.query_parts(query)[0], whole=query.shape[2] == 1)
-            else:
-                products = layer.lead_dot(layer.query_parts(query)[0] * dominant.lead_mask)
+            products = self._layers[layer.index].on(query).products(layer, query)
             if self.position_bias and layer.slopes is not None:
                 products = biased(layer, in_one(products, layer.length), layer.scale)[None]
             if self.token_granularity == "kv_head" and self.share == "max":
                 products = highest_of_group(products, layer.heads)
             scores = in_one(products, layer.length)
-            if self.token_granularity == "kv_head" and self.share == "softmax":
-                scores = group_softmax(scores, layer, visible, position_bias=False)  # it is there already
-            return scores
+            if self.token_granularity == "query_head" or self.share == "max":
+                return scores
+            return group_softmax(scores, layer, visible, position_bias=False)  # it is there already
