@@ -129,24 +129,26 @@ class Model:
 
     @cached_property
     def network(self) -> Any:
-        """The loaded transformers model: inference mode, no gradients, on its device(s)."""
+        """The loaded transformers model: inference mode, no gradients, on its device(s).
+
+        Its own attention is the eager one, which every architecture has; a session puts ours in its place.
+        """
         from transformers import AutoModelForCausalLM
 
         _refuse_unsupported(self.name, self.config)
-        # what a model is hooked for has no part in what transformers lets it choose
-        implementation = "eager" if family_of(self.config) else self.prefill_backend
+        _ = self.prefill_backend  # refused before weights are loaded
         if self._is_random:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(self.spec.seed)
                 network = AutoModelForCausalLM.from_config(
-                    self.config, dtype=self._dtype or torch.float32, attn_implementation=implementation
+                    self.config, dtype=self._dtype or torch.float32, attn_implementation="eager"
                 ).to(self._home)
         else:
             network = AutoModelForCausalLM.from_pretrained(
                 self.folder,
                 dtype=self._dtype or "auto",
                 device_map=self.spec.device_map or self._home,
-                attn_implementation=implementation,
+                attn_implementation="eager",
                 trust_remote_code=self.spec.trust_remote_code,
             )
         return network.eval().requires_grad_(False)
@@ -311,7 +313,6 @@ def _random_config(spec: ModelSpec, tokenizer: Any) -> Any:
             vocab_size=len(tokenizer),
             initializer_range=spec.hidden**-0.5,  # queries and keys of unit variance: attention is not flat
             tie_word_embeddings=True,
-            sliding_window=None,
             **ends,
         )
     except ValueError as error:

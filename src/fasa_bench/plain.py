@@ -9,6 +9,7 @@ from transformers import DynamicCache
 
 from fasa_bench.attention import NAME
 from fasa_bench.clock import Clock
+from fasa_bench.errors import UserError
 from fasa_bench.session import Prefilled
 
 
@@ -19,6 +20,9 @@ class Plain:
         self.session = prefilled.session
         self.position = prefilled.next_position
         self.clock = Clock.on(self.session.device)
+        if any(layer.window or layer.cap or layer.sinks is not None for layer in prefilled.cache.layers):
+            allowed = "must be false for a model with sliding windows, soft caps or sinks"
+            raise UserError.of("task.plain", True, allowed)
         self.cache = DynamicCache()
         for index, layer in enumerate(prefilled.cache.layers):
             self.cache.update(*layer.tables, index)
