@@ -3,8 +3,8 @@
 Paper: arXiv 2602.03152, Sec. 4, Alg. 1. Offline, contextual agreement (CA) ranks the frequency chunks (FCs) of each
 query head; at each step the best `n_tip` of them score all cached tokens, and the head attends to the best `budget`
 tokens at their original positions. This is FASA-C: the cache stays whole on the device and less of it is read.
-fasa_c and fasa are the paper's settings; fasa_plus is ours: FCs and tokens shared by the query heads of a KV head, and
-the newest tokens always among the budget.
+fasa_c and fasa are the paper's settings; fasa_plus is ours: a KV head's query heads share FCs and tokens, and the newest
+tokens are always among the budget.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from fasa_bench.method import TopTokens, group_softmax, resolve_count
 from fasa_bench.methods.dominant import dominant_dimensions, highest_of_group
 from fasa_bench.methods.fused import Backend, Kernels, use_kernels
 from fasa_bench.rope import Pairing
-from fasa_bench.softmax import biased
 from fasa_bench.split import in_one
 
 if TYPE_CHECKING:
@@ -83,9 +82,8 @@ class FasaC(TopTokens):
             agreement = shared.expand(-1, -1, agreement.shape[1] // heads, -1).flatten(1, 2)
         dominant = dominant_dimensions(agreement, units, count, heads, model.rope.head_dim)
         self._layers = dict(zip(model.rope.layers, dominant, strict=True))
-        self._kernels = Kernels(
-            "none" if self.token_granularity == "query_head" else self.share, self.sinks, self.recent
-        )
+        share = "none" if self.token_granularity == "query_head" else self.share
+        self._kernels = Kernels(share, self.sinks, self.recent)
 
     def prefill(self, layer: KVLayer, query: Tensor | None) -> None:
         if layer.budget is not None and layer.length >= layer.budget and layer.index not in self.dense_layers:
@@ -111,9 +109,7 @@ class FasaC(TopTokens):
 
     def scores(self, layer: KVLayer, query: Tensor, visible: Tensor | None) -> Tensor:
         with stage("tip"):
-            products = self._layers[layer.index].on(query).products(layer, query)
-            if self.position_bias and layer.slopes is not None:
-                products = biased(layer, in_one(products, layer.length), layer.scale)[None]
+            products = self._layers[layer.index].on(query).products(layer, query, self.position_bias)
             if self.token_granularity == "kv_head" and self.share == "max":
                 products = highest_of_group(products, layer.heads)
             scores = in_one(products, layer.length)
