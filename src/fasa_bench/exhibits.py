@@ -6,13 +6,15 @@ panel, row, column: keys of the command line (method, budget, calibration.k, ...
     `metric`, whose values are then listed under `values`. metric: the metric of all cells if none of the three is one
     of these; also a path into summary.json such as latency.decode_ms_per_token.median.
 where: settings a run must have to be part of this layout. unit: of the cells ("%" if not said), better: high | low.
+paper: by metric, what the paper's values call it where they differ, e.g. {speed-up 64K: {metric: speedup, context: 65536}}.
+draw: how figures draw it (fasa_bench.drawings): curves if not said.
 average: a metric that is the mean over the columns, added as the last one; the mean is taken here where a run lacks it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -31,7 +33,7 @@ Key = tuple[Any, ...]
 PAPER_KEYS = {"calibration.k": "calibration_k", "calibration.text": "calibration", "method.n_tip": "n_tip"}
 PAPER_KEYS |= {"task.corpus": "dataset", "task.contexts": "context"}
 PAPER_METHODS = {"fasa_c": ("fasa", "fasa_c")}  # the paper says FASA where time and memory do not matter
-LAYOUT = {"panel", "row", "column", "values", "metric", "where", "unit", "better", "average", "title"}
+LAYOUT = {"panel", "row", "column", "values", "metric", "where", "unit", "better", "average", "title"} | {"paper", "draw"}
 
 
 @dataclass(frozen=True)
@@ -176,7 +178,7 @@ def _grids(experiment: Experiment, layout: Mapping[str, Any], place: Place | Non
         )
     dimensions = {name: _list(layout.get(name)) for name in ("panel", "row", "column")}
     listed = next((key for keys in dimensions.values() for key in keys if key in ("dataset", "metric")), None)
-    metrics = layout["values"] if listed else [layout["metric"]]
+    metrics = layout["values"] if listed else [layout.get("metric")]
     for profile in PROFILES:
         panels: dict[Key, dict[tuple[Any, Any], Cell]] = {}
         for planned in experiment.plan(profile):
@@ -188,7 +190,8 @@ def _grids(experiment: Experiment, layout: Mapping[str, Any], place: Place | Non
                     name: tuple(metric if key == listed else planned.get(key) for key in keys)
                     for name, keys in dimensions.items()
                 }
-                paper = _paper_value(place, planned, dimensions, listed, metric)
+                called = layout.get("paper", {}).get(metric, {})
+                paper = _in_unit(_paper_value(place, planned, dimensions, listed, metric, called), layout)
                 cells = panels.setdefault(at["panel"], {})
                 cells[_one(at["row"]), _one(at["column"])] = _cell(run, metric, paper, stored)
         for panel, cells in panels.items():
@@ -251,8 +254,9 @@ def _average(cells: Sequence[Cell], metric: str, by_id: Mapping[str, Run], store
 
 
 def _paper_value(
-    place: Place | None, planned: Planned, dimensions: Mapping[str, list[str]], listed: str | None, metric: str
-) -> Value | None:
+    place: Place | None, planned: Planned, dimensions: Mapping[str, list[str]], listed: str | None, metric: str,
+    called: Mapping[str, Any],
+) -> Value | None:  # fmt: skip
     """The paper's number of these settings, if there is just one."""
     if place is None:
         return None
@@ -261,6 +265,7 @@ def _paper_value(
     wanted.setdefault("model", planned.given["model"])
     if listed != "dataset":
         wanted.setdefault("metric", metric)
+    wanted |= called
     method = planned.get("method")
     if method == "fkv":
         wanted.pop("budget", None)
@@ -271,6 +276,14 @@ def _paper_value(
         if len(found) == 1:
             return found[0]
     return None
+
+
+def _in_unit(value: Value | None, layout: Mapping[str, Any]) -> Value | None:
+    """Some of the paper's drawings have shares where scores are per cent."""
+    if value is None or (value.unit, layout.get("unit", "%")) != ("ratio", "%"):
+        return value
+    percent = [None if number is None else 100 * number for number in (value.value, value.low, value.high)]
+    return replace(value, unit="%", value=percent[0], low=percent[1], high=percent[2])
 
 
 def _average_of_paper(place: Place | None, keys: Mapping[str, Any], row: Any, metric: str) -> Value | None:
@@ -291,4 +304,4 @@ def _list(value: Any) -> list[Any]:
 
 def _one(key: Key) -> Any:
     """A row is named by its value, or by all of them if there are several."""
-    return key[0] if len(key) == 1 else " · ".join(map(str, key)) if key else ""
+    return key[0] if len(key) == 1 else " · ".join(str(part) for part in key if part is not None)
