@@ -5,12 +5,13 @@
 panel, row, column: keys of the command line (method, budget, calibration.k, ...), one or a list, or `dataset` or
     `metric`, whose values are then listed under `values`. metric: the metric of all cells if none of the three is one
     of these; also a path into summary.json such as latency.decode_ms_per_token.median.
-rows, columns: names that are no settings of runs but parts of a metric's name, as a list, or a mapping to what stands in
-    that name: with metric "compound_ca/{row}/budget={column}" one run fills a whole grid. `row` and `column` are then
+rows, columns: names that are no settings of runs but parts of a metric's name, as a list, or a mapping to what stands
+    in that name: with metric "compound_ca/{row}/budget={column}" one run fills a whole grid. `row` and `column` are then
     the keys that the paper's values have these names under.
 derived: a function of fasa_bench.derived makes the grids, where a cell takes more than a look at one run.
 where: settings a run must have to be part of this layout. unit, better (high | low): what the metric does not tell.
-paper: by metric, what the paper's values call it where they differ, e.g. {speed-up 64K: {metric: speedup, context: 65536}}.
+paper: by metric, what the paper's values call it where they differ, e.g. {speed-up 64K: {metric: speedup, context:
+    65536}}.
 draw: how figures draw it (fasa_bench.drawings): curves if not said.
 average: a metric that is the mean over the columns, added as the last one; the mean is taken here where a run lacks it.
 """
@@ -38,7 +39,20 @@ Key = tuple[Any, ...]
 PAPER_KEYS = {"calibration.k": "calibration_k", "calibration.text": "calibration", "method.n_tip": "n_tip"}
 PAPER_KEYS |= {"task.corpus": "dataset", "task.contexts": "context"}
 PAPER_METHODS = {"fasa_c": ("fasa", "fasa_c")}  # the paper says FASA where time and memory do not matter
-LAYOUT = {"panel", "row", "column", "rows", "columns", "values", "metric", "where", "unit", "better", "average", "title"}
+LAYOUT = {
+    "panel",
+    "row",
+    "column",
+    "rows",
+    "columns",
+    "values",
+    "metric",
+    "where",
+    "unit",
+    "better",
+    "average",
+    "title",
+}
 LAYOUT |= {"paper", "draw", "derived"}
 
 

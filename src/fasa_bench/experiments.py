@@ -117,7 +117,7 @@ class Planned:
 class Experiment:
     """One file of conf/experiment. layout: see fasa_bench.exhibits; entries: by profile.
 
-    notes: what a reader of the table must know; needs: what the embedded model lacks, if that is why there is no `mini`.
+    notes: what a reader of the table must know; needs: what the embedded model lacks, if it has no `mini` for that.
     """
 
     id: str
@@ -150,7 +150,9 @@ def load_experiments(folder: Path = CONF / "experiment") -> dict[str, Experiment
         unknown = content.keys() - {"defaults", "title", "layout", "notes", "needs", *PROFILES}
         if unknown or "title" not in content:
             problem = f"unknown key {sorted(unknown)[0]}" if unknown else "title is missing"
-            raise UserError(f"{path}: {problem}; an experiment has title, layout, notes, needs, {' and '.join(PROFILES)}")
+            raise UserError(
+                f"{path}: {problem}; an experiment has title, layout, notes, needs, {' and '.join(PROFILES)}"
+            )
         entries = {profile: content.get(profile) or [] for profile in PROFILES}
         notes, needs = tuple(content.get("notes", ())), content.get("needs", "")
         found[path.stem] = Experiment(path.stem, content["title"], content["layout"], entries, notes, needs)
