@@ -75,9 +75,8 @@ def overlap(experiment: Experiment, layout: Layout, place: Place | None, stored:
                     in_common(mine, theirs), n=heads, runs=used, state=_state(run, other), paper=paper
                 )
         for row in names:
-            mine = [cells[row, column] for column in names]
             paper = _paper(place, model=model, calibration=row, metric="overlap_avg")
-            cells[row, "mean"] = _mean(mine, paper)
+            cells[row, "mean"] = _mean([cells[row, column] for column in names], paper)
         yield _grid(layout, profile, model, names, [*names, "mean"], cells, average="mean")
 
 

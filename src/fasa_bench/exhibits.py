@@ -6,8 +6,8 @@ panel, row, column: keys of the command line (method, budget, calibration.k, ...
     `metric`, whose values are then listed under `values`. metric: the metric of all cells if none of the three is one
     of these; also a path into summary.json such as latency.decode_ms_per_token.median.
 rows, columns: names that are no settings of runs but parts of a metric's name, as a list, or a mapping to what stands
-    in that name: with metric "compound_ca/{row}/budget={column}" one run fills a whole grid. `row` and `column` are then
-    the keys that the paper's values have these names under.
+    in that name: with metric "compound_ca/{row}/budget={column}" one run fills a whole grid. `row` and `column` are
+    then the keys that the paper's values have these names under.
 derived: a function of fasa_bench.derived makes the grids, where a cell takes more than a look at one run.
 where: settings a run must have to be part of this layout. unit, better (high | low): what the metric does not tell.
 paper: by metric, what the paper's values call it where they differ, e.g. {speed-up 64K: {metric: speedup, context:
