@@ -7,9 +7,10 @@ READY := $(VENV)/.ready
 DEMO := $(RESULTS)/demo
 BENCH := $(RESULTS)/bench
 BENCH_GPU := $(RESULTS)/bench-gpu
+PROFILE ?= mini
 TIMED := task=latency budget=256 logger=none results_dir=$(BENCH)
 
-.PHONY: setup demo test lint tables figures bench bench-gpu bench-sweep clean
+.PHONY: setup demo test lint tables figures reproduce bench bench-gpu bench-sweep clean
 
 setup: $(READY)
 
@@ -36,6 +37,12 @@ tables: setup
 
 figures: setup
 	$(BIN)/python -m fasa_bench.report figures --results-dir $(RESULTS)
+
+reproduce: setup  ## the paper's experiments; ARGS: --data FOLDER, --dry-run, experiments, settings (docs/reproduction.md)
+	$(BIN)/python -m fasa_bench.reproduce --profile $(PROFILE) $(ARGS)
+ifeq ($(findstring --dry-run,$(ARGS)),)
+	$(MAKE) tables figures
+endif
 
 bench: setup  ## speed on this machine's CPU, measured anew: one layer, whole steps, stages; Figures 3 and 7 (docs/speed.md)
 	rm -rf $(BENCH)
