@@ -134,6 +134,18 @@ LABELS = {
     "fasa_pyramidkv": "FASA + PyramidKV",
     "snapkv_pyramidkv": "SnapKV + PyramidKV",
     "smollm2_135m": "SmolLM2-135M",
+    "llama32_3b": "Llama-3.2-3B",
+    "llama31_8b": "Llama-3.1-8B",
+    "mistral_7b": "Mistral-7B-v0.3",
+    "qwen25_7b": "Qwen2.5-7B",
+    "qwen25_14b": "Qwen2.5-14B",
+    "qwen25_14b_1m": "Qwen2.5-14B-1M",
+    "qwen25_32b": "Qwen2.5-32B",
+    "r1_llama_8b": "R1-Llama-8B",
+    "r1_qwen_14b": "R1-Qwen-14B",
+    "r1_qwen_32b": "R1-Qwen-32B",
+    "deepseek_v2_lite": "DeepSeek-V2-Lite",
+    "baichuan_13b": "Baichuan-13B",
 }
 
 
@@ -191,7 +203,8 @@ def _grids(experiment: Experiment, layout: Mapping[str, Any], place: Place | Non
                     for name, keys in dimensions.items()
                 }
                 called = layout.get("paper", {}).get(metric, {})
-                paper = _in_unit(_paper_value(place, planned, dimensions, listed, metric, called), layout)
+                paper = _paper_value(place, planned, dimensions, listed, metric, called)
+                paper = paper and in_unit(paper, layout.get("unit", "%"))
                 cells = panels.setdefault(at["panel"], {})
                 cells[_one(at["row"]), _one(at["column"])] = _cell(run, metric, paper, stored)
         for panel, cells in panels.items():
@@ -278,9 +291,9 @@ def _paper_value(
     return None
 
 
-def _in_unit(value: Value | None, layout: Mapping[str, Any]) -> Value | None:
+def in_unit(value: Value, unit: str) -> Value:
     """Some of the paper's drawings have shares where scores are per cent."""
-    if value is None or (value.unit, layout.get("unit", "%")) != ("ratio", "%"):
+    if (value.unit, unit) != ("ratio", "%"):
         return value
     percent = [None if number is None else 100 * number for number in (value.value, value.low, value.high)]
     return replace(value, unit="%", value=percent[0], low=percent[1], high=percent[2])
