@@ -168,6 +168,18 @@ LABELS = {
     "fasa_pyramidkv": "FASA + PyramidKV",
     "snapkv_pyramidkv": "SnapKV + PyramidKV",
     "smollm2_135m": "SmolLM2-135M",
+    "llama32_3b": "Llama-3.2-3B",
+    "llama31_8b": "Llama-3.1-8B",
+    "mistral_7b": "Mistral-7B-v0.3",
+    "qwen25_7b": "Qwen2.5-7B",
+    "qwen25_14b": "Qwen2.5-14B",
+    "qwen25_14b_1m": "Qwen2.5-14B-1M",
+    "qwen25_32b": "Qwen2.5-32B",
+    "r1_llama_8b": "R1-Llama-8B",
+    "r1_qwen_14b": "R1-Qwen-14B",
+    "r1_qwen_32b": "R1-Qwen-32B",
+    "deepseek_v2_lite": "DeepSeek-V2-Lite",
+    "baichuan_13b": "Baichuan-13B",
     "math500": "MATH500",
     "aime24": "AIME24",
     "pg19": "PG19",
@@ -249,7 +261,7 @@ def _grids(experiment: Experiment, layout: Mapping[str, Any], place: Place | Non
                     called = layout.get("paper", {}).get(metric, {})
                     paper = _paper_value(place, planned, dimensions, listed, metric, called)
                 cells = panels.setdefault(at["panel"], {})
-                cells[_one(at["row"]), _one(at["column"])] = cell_of(run, metric, _in_unit(paper, layout), stored)
+                cells[_one(at["row"]), _one(at["column"])] = cell_of(run, metric, paper and in_unit(paper, layout.get("unit", "%")), stored)
         for panel, cells in panels.items():
             yield _grid(layout, dimensions, panel, cells, profile, experiment, place, stored)
 
@@ -354,9 +366,9 @@ def _paper_value_named(
     return found[0] if len(found) == 1 else None
 
 
-def _in_unit(value: Value | None, layout: Mapping[str, Any]) -> Value | None:
+def in_unit(value: Value, unit: str) -> Value:
     """Some of the paper's drawings have shares where scores are per cent."""
-    if value is None or (value.unit, layout.get("unit", "%")) != ("ratio", "%"):
+    if (value.unit, unit) != ("ratio", "%"):
         return value
     percent = [None if number is None else 100 * number for number in (value.value, value.low, value.high)]
     return replace(value, unit="%", value=percent[0], low=percent[1], high=percent[2])
