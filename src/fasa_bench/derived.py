@@ -100,7 +100,7 @@ def sizes(experiment: Experiment, layout: Layout, place: Place | None, stored: S
                     pairs = [in_common(one, other) for one, other in itertools.combinations(sets, 2)]
                     cells[size, f"{source} · each other"] = _over(pairs, run)
                     cells[size, f"{source} · all samples"] = _over([in_common(one, whole) for one in sets], run)
-        yield _grid(layout, profile, model, layout["rows"], columns, cells)
+        yield _grid(layout, profile, model, layout["rows"], columns, cells, interval="the least and the most")
 
 
 def stages(experiment: Experiment, layout: Layout, place: Place | None, stored: Stored) -> Iterator[Grid]:
@@ -129,7 +129,7 @@ def stages(experiment: Experiment, layout: Layout, place: Place | None, stored: 
             profile = "mini" if run.name("model") == "smollm2_135m" else "paper"
             yield Grid(
                 title, {"model": run.name("model")}, profile, "stage", "context", (*here, "step"), tuple(parts), cells,
-                unit="ms", better="low",
+                unit="ms", better="low", interval="quartiles over steps",
             )  # fmt: skip
 
 
@@ -189,11 +189,11 @@ def _paper(place: Place | None, **wanted: Any) -> Value | None:
 
 def _grid(
     layout: Layout, profile: str, model: str, rows: Sequence[Any], columns: Sequence[Any], cells: Cells, *,
-    average: Any = None, units: Mapping[Any, str] | None = None,
+    average: Any = None, units: Mapping[Any, str] | None = None, interval: str = "",
 ) -> Grid:  # fmt: skip
     return Grid(
         LABELS.get(model, model), {"model": model}, profile, layout["row"], layout["column"], tuple(rows),
-        tuple(columns), cells, average=average, units=units or {},
+        tuple(columns), cells, average=average, units=units or {}, interval=interval or Grid.interval,
     )  # fmt: skip
 
 

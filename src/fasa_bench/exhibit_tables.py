@@ -22,8 +22,7 @@ from fasa_bench.tables import difference, lower_is_better, number, span
 from fasa_bench.typeset import booktabs, markdown_table
 
 WIDE = 8  # tables of more columns than that are turned: their columns become rows
-PROFILE = {"paper": "the paper's model", "mini": "embedded model"}
-INTERVAL = "In brackets: 95 % bootstrap interval over examples."
+PROFILE = {"paper": "The paper's models", "mini": "The embedded model"}
 AGAINST = "− full KV: paired by example, with its 95 % interval and the p of a two-sided permutation test."
 OUTSIDE = "*: the paper's number is outside our interval."
 LEGEND = {"≈": "≈: read off a drawing, or its row was inferred.", "?": "?: sources of the paper's number disagree."}
@@ -58,8 +57,8 @@ def markdown(exhibit: Exhibit) -> str:
     for grid in _measured_first(exhibit):
         header, groups = _lines(exhibit, grid)
         rows = [row for group in groups for row in group]
-        parts += [f"## {_heading(exhibit, grid)}", f"{_unit(grid)}{_agreement(grid)}"]
-        parts += [markdown_table(header, rows, _align(header)), *_legend(rows)]
+        parts += [f"## {_heading(grid)}", f"{_unit(grid)}{_agreement(grid)}"]
+        parts += [markdown_table(header, rows, _align(header)), *_legend(grid, rows)]
     if exhibit.notes:
         parts += ["## Notes", "\n".join(f"- {note}" for note in exhibit.notes)]
     return "\n\n".join([*parts, f"The runs behind every cell: [{exhibit.id}.json]({exhibit.id}.json)."]) + "\n"
@@ -69,8 +68,8 @@ def latex(exhibit: Exhibit) -> str:
     parts = ["% needs \\usepackage{booktabs,graphicx}"]
     for index, grid in enumerate(_measured_first(exhibit)):
         header, groups = _lines(exhibit, grid)
-        legend = _legend([row for group in groups for row in group])
-        caption = f"{_title(exhibit)}. {_heading(exhibit, grid)}. {_unit(grid)}{_agreement(grid)} {' '.join(legend)}"
+        legend = _legend(grid, [row for group in groups for row in group])
+        caption = f"{_title(exhibit)}. {_heading(grid)}. {_unit(grid)}{_agreement(grid)} {' '.join(legend)}"
         parts.append(booktabs(header, groups, _align(header), caption.strip(), [] if index else exhibit.notes))
     return "\n".join(parts)
 
@@ -132,16 +131,16 @@ def _title(exhibit: Exhibit) -> str:
     return exhibit.title if exhibit.name == exhibit.title else f"{exhibit.name}: {exhibit.title}"
 
 
-def _heading(exhibit: Exhibit, grid: Grid) -> str:
-    told = f" ({PROFILE[grid.profile]})" if "model" in grid.keys or not grid.title else ""
-    return f"{grid.title or exhibit.title}{told}{', not run' if grid.is_empty else ''}"
+def _heading(grid: Grid) -> str:
+    return f"{grid.title or PROFILE[grid.profile]}{': not run' if grid.is_empty else ''}"
 
 
 def _unit(grid: Grid) -> str:
     """What the numbers of a grid are, in one sentence."""
     if grid.metrics:
         return "Scores in %."
-    return f"In {grid.unit}, {'lower' if grid.better == 'low' else 'higher'} is better."
+    unit = "Perplexity" if grid.unit == "perplexity" else f"In {grid.unit}"
+    return f"{unit}, {'lower' if grid.better == 'low' else 'higher'} is better."
 
 
 def _agreement(grid: Grid) -> str:
@@ -160,7 +159,7 @@ def _lines(exhibit: Exhibit, grid: Grid) -> tuple[list[str], list[Group]]:
         row, column = (place, line) if turned else (line, place)
         return row, column, grid.cell(row, column)
 
-    header = ["", ""]
+    header = [_corner(grid, turned), ""]
     for place in inner:
         header.append(_label(exhibit, grid, place) + _count(cell(line, place)[2] for line in outer))
     groups = []
@@ -177,11 +176,21 @@ def _lines(exhibit: Exhibit, grid: Grid) -> tuple[list[str], list[Group]]:
             group.append(["− full KV", *(difference(one.difference) if one.difference else "" for one in cells)])
         label = _label(exhibit, grid, line)
         groups.append([[label if index == 0 else "", *texts] for index, texts in enumerate(group)])
+    if all(len(group) == 1 for group in groups):  # all are ours
+        return [header[0], *header[2:]], [[[row[0], *row[2:]] for row in group] for group in groups]
     return header, groups
 
 
+def _corner(grid: Grid, turned: bool) -> str:
+    """What rows and columns are, where their names alone do not tell."""
+    keys = [grid.column_key, grid.row_key] if turned else [grid.row_key, grid.column_key]
+    told = [", ".join(part.rpartition(".")[2].replace("_", " ") for part in key.split("/")) for key in keys]
+    return " / ".join(text for text in told if text not in ("metric", "dataset", "model", "method", ""))
+
+
 def _align(header: Sequence[str]) -> str:
-    return "ll" + "r" * (len(header) - 2)
+    left = 2 if header[1] == "" else 1
+    return "l" * left + "r" * (len(header) - left)
 
 
 def _label(exhibit: Exhibit, grid: Grid, name: Any) -> str:
@@ -247,10 +256,10 @@ def _above_text(cell: Cell, unit: str) -> str:
     return f"{'+' if above > 0 else ''}{_number(above, unit)}{'*' if cell.verdict == 'differs' else ''}"
 
 
-def _legend(rows: Sequence[Sequence[str]]) -> list[str]:
+def _legend(grid: Grid, rows: Sequence[Sequence[str]]) -> list[str]:
     """What needs to be explained of these lines."""
-    cells = [cell for row in rows for cell in row[2:]]
-    told = [INTERVAL] if any("[" in cell for cell in cells) else []
-    told += [AGAINST] if any(row[1] == "− full KV" for row in rows) else []
+    cells = [cell for row in rows for cell in row[1:]]
+    told = [f"In brackets: {grid.interval}."] if any("[" in cell for cell in cells) else []
+    told += [AGAINST] if "− full KV" in cells else []
     told += [text for sign, text in LEGEND.items() if any(sign in cell for cell in cells)]
     return [" ".join(told)] if told else []
