@@ -7,11 +7,12 @@ its table or figure is made of: see fasa_bench.exhibits.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from fasa_bench.errors import UserError
 from fasa_bench.store import Run, flatten
@@ -69,7 +71,7 @@ class Planned:
             return self.given[key]
         return flatten(self.config).get(key)
 
-    @property
+    @cached_property
     def config(self) -> dict[str, Any]:
         """The sections that tell runs apart, composed. The model's is left out: it changes none of the others.
 
@@ -97,9 +99,13 @@ class Planned:
         budget = run.summary.get("budget") if run.summary else run.config.get("budget")
         if budget is not None and budget != self.given["budget"]:
             return False
-        wanted = _identity(self.config)
+        wanted = self._identity
         stored = _identity({key: run.config.get(key) for key in SECTIONS})
         return all(stored[key] == value for key, value in wanted.items() if key in stored)
+
+    @cached_property
+    def _identity(self) -> dict[str, Any]:
+        return _identity(self.config)
 
     def find(self, runs: Iterable[Run]) -> Run | None:
         """The stored run that comes nearest: of the same scale, then complete, then with the most examples."""
@@ -168,9 +174,21 @@ def composed(overrides: Sequence[str]) -> DictConfig:
 
 @cache
 def _sections(settings: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
-    config = composed([f"{key}={_text(value)}" for key, value in settings])
+    """What `composed` gives; Hydra, which takes long, is asked for each method and task only once."""
+    config = copy.deepcopy(_composed_choice(tuple(pair for pair in settings if pair[0] in ("method", "task"))))
+    for key, value in settings:
+        if key not in ("method", "task"):
+            try:
+                OmegaConf.update(config, key, _listed(value), merge=False)
+            except OmegaConfBaseException as error:
+                raise UserError.of(key, value, f"unknown key ({error.msg})") from error
     whole: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
     return {key: whole[key] for key in SECTIONS}
+
+
+@cache
+def _composed_choice(choice: tuple[tuple[str, str], ...]) -> DictConfig:
+    return composed([f"{group}={name}" for group, name in choice])
 
 
 def _identity(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -194,6 +212,10 @@ def _product(entry: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _frozen(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
+
+
+def _listed(value: Any) -> Any:
+    return [_listed(item) for item in value] if isinstance(value, tuple) else value
 
 
 def _text(value: Any) -> str:
