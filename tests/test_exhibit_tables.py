@@ -8,7 +8,7 @@ import json
 import random
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -39,7 +39,7 @@ PLANNED = [
 class Scores(dict[str, Any]):
     """Every metric that is asked for, each with a value that no other has; CODES tells whose it is."""
 
-    CODES: dict[float, tuple[str, str]] = {}
+    CODES: ClassVar[dict[float, tuple[str, str]]] = {}
 
     def __init__(self, run: str) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ def test_a_deleted_run_blanks_its_cells_and_averages_over_them(
         after = build(EXPERIMENTS[name], PAPER.get(name), Stored(kept))
         for (_, _, _, old), (_, row, column, new) in zip(cells(exhibits[name]), cells(after), strict=True):
             if gone in old.runs:
-                assert new.value is None and new.state == "not run" and new.paper == old.paper, (row, column)
+                assert (new.value, new.state, new.paper) == (None, "not run", old.paper), (row, column)
             else:
                 assert new == old, (row, column)
 
@@ -321,7 +321,7 @@ def test_an_unknown_layout_is_one_clear_error(layout: dict[str, Any], message: s
 def test_every_planned_run_passes_the_checks_of_a_run() -> None:
     """Methods, tasks and models as Hydra composes them, put together as `composed` does it."""
     base = OmegaConf.to_container(composed([]))
-    models = {planned.given["model"]: composed([f"model={planned.given['model']}"]) for _, planned in PLANNED}
+    models = {name: composed([f"model={name}"]) for name in {planned.given["model"] for _, planned in PLANNED}}
     checked = set()
     for _, planned in PLANNED:
         key = tuple(pair for pair in planned.settings if pair[0] != "model")
@@ -348,7 +348,7 @@ def test_sections_put_together_are_those_that_hydra_composes() -> None:
 
 def test_an_unknown_key_of_a_run_is_one_clear_error() -> None:
     [planned] = Experiment("x", "", {}, {"mini": [{"task": "stdlib", "task.windwos": 3}]}).plan("mini")
-    with pytest.raises(UserError, match="task.windwos=3 is not allowed: unknown key"):
+    with pytest.raises(UserError, match=r"task\.windwos=3 is not allowed: unknown key"):
         _ = planned.config
 
 
@@ -440,7 +440,7 @@ def test_a_wide_table_is_turned() -> None:
 
 
 def test_tables_are_files_that_name_the_runs_of_every_cell(tmp_path: Path) -> None:
-    """Runs are read from the user's own folder and from the committed one, and written with the same bytes each time."""
+    """Runs are read from the user's own folder and from the committed one; the bytes are the same each time."""
     planned = [one for one in EXPERIMENTS["table2"].plan("mini") if one.get("method") in ("fkv", "fasa_c")]
     places = {}
     for one, root in zip(planned, (tmp_path, tmp_path / "mini"), strict=True):
@@ -462,7 +462,8 @@ def test_tables_are_files_that_name_the_runs_of_every_cell(tmp_path: Path) -> No
         assert (cell["value"] is not None) == there
         assert all((tmp_path / folder).is_dir() for folder in cell["runs"])
     markdown = written["table2.md"].decode()
-    assert "SmolLM2-135M\n" in markdown and "Llama3.1-8B: not run" in markdown
+    assert "SmolLM2-135M\n" in markdown
+    assert "Llama3.1-8B: not run" in markdown
     assert b"0.0" not in written["table7.md"].replace(b"49.0", b"")
 
 
