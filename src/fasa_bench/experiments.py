@@ -71,8 +71,22 @@ class Planned:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The sections that tell runs apart, composed. The model's is left out: it changes none of the others."""
-        return _sections(tuple(pair for pair in self.settings if pair[0].partition(".")[0] not in ("model", "budget")))
+        """The sections that tell runs apart, composed. The model's is left out: it changes none of the others.
+
+        Nor do method and task change each other, so that few of a sweep's configs need to be composed.
+        """
+        method, task, rest = (self._settings_of(group) for group in ("method", "task", ""))
+        return {**_sections(rest), "method": _sections(method)["method"], "task": _sections(task)["task"]}
+
+    def _settings_of(self, group: str) -> tuple[tuple[str, Any], ...]:
+        """Those of method or task; of all others but the model and the budget if group is ""."""
+        groups = {key: key.partition(".")[0] for key, _ in self.settings}
+        aside = ("method", "task", "model", "budget")
+        return tuple(
+            (key, value)
+            for key, value in self.settings
+            if key == "seed" or (groups[key] == group if group else groups[key] not in aside)
+        )
 
     def matches(self, run: Run) -> bool:
         """Whether this stored run is it, at whatever scale. What a run does not say does not count against it."""

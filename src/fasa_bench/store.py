@@ -317,9 +317,9 @@ def report_runs(results_dir: str | Path) -> list[Run]:
     A run that is stored in two places counts where it comes first; shards are left out.
     """
     found: dict[str, Run] = {}
-    for place in (".", "bench", "bench-gpu", "mini", "measured/*"):
-        for folder in sorted(Path(results_dir).glob(place)):
-            found |= {run.folder.name: run for run in without_parts(find_runs(folder)) if run.folder.name not in found}
+    root = Path(results_dir)
+    for folder in (root, root / "bench", root / "bench-gpu", root / "mini", *sorted(root.glob("measured/*"))):
+        found = {run.folder.name: run for run in without_parts(find_runs(folder))} | found
     return list(found.values())
 
 
