@@ -35,7 +35,7 @@ SCALE = (
     "task.datasets",
     "task.max_new_tokens",
     "task.windows",
-    "task.samples",
+    "task.n_samples",
     "model.max_input",
 )
 PLACES = ("task.data_dir", "task.prompts_file", "task.data_file", "task.path", "calibration.file")
