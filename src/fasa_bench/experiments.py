@@ -107,7 +107,7 @@ class Planned:
 
         def rank(run: Run) -> tuple[int, bool, int, str]:
             flat = flatten(run.config)
-            same = sum(flat.get(key) == value for key, value in scale.items())
+            same = sum(_frozen(flat.get(key)) == value for key, value in scale.items())
             return same, run.status == "complete", len(run.rows), run.folder.name
 
         return max((run for run in runs if self.matches(run)), key=rank, default=None)
@@ -115,12 +115,17 @@ class Planned:
 
 @dataclass(frozen=True)
 class Experiment:
-    """One file of conf/experiment. layout: see fasa_bench.exhibits; entries: by profile."""
+    """One file of conf/experiment. layout: see fasa_bench.exhibits; entries: by profile.
+
+    notes: what a reader of the table must know; needs: what the embedded model lacks, if that is why there is no `mini`.
+    """
 
     id: str
     title: str
     layout: Mapping[str, Any]
     entries: Mapping[str, Sequence[Mapping[str, Any]]]
+    notes: tuple[str, ...] = ()
+    needs: str = ""
 
     def plan(self, profile: str, replace: Mapping[str, Any] | None = None) -> list[Planned]:
         """The runs of a profile, each once. replace: keys of the command line whose values replace those listed."""
@@ -142,12 +147,13 @@ def load_experiments(folder: Path = CONF / "experiment") -> dict[str, Experiment
         content = yaml.safe_load(path.read_text("utf-8"))
         if "layout" not in content:  # one of Hydra's own kind, such as demo
             continue
-        unknown = content.keys() - {"defaults", "title", "layout", "_here_", *PROFILES}
+        unknown = content.keys() - {"defaults", "title", "layout", "notes", "needs", *PROFILES}
         if unknown or "title" not in content:
             problem = f"unknown key {sorted(unknown)[0]}" if unknown else "title is missing"
-            raise UserError(f"{path}: {problem}; an experiment has title, layout, {' and '.join(PROFILES)}")
+            raise UserError(f"{path}: {problem}; an experiment has title, layout, notes, needs, {' and '.join(PROFILES)}")
         entries = {profile: content.get(profile) or [] for profile in PROFILES}
-        found[path.stem] = Experiment(path.stem, content["title"], content["layout"], entries)
+        notes, needs = tuple(content.get("notes", ())), content.get("needs", "")
+        found[path.stem] = Experiment(path.stem, content["title"], content["layout"], entries, notes, needs)
     return dict(sorted(found.items(), key=lambda item: _order(item[0])))
 
 
@@ -169,6 +175,8 @@ def _identity(config: Mapping[str, Any]) -> dict[str, Any]:
     """What of a config makes a run another run; names are compared apart."""
     aside = {*SCALE, *PLACES, *OF_ITS_OWN, "method.name"}
     flat = flatten({key: value for key, value in config.items() if value is not None})
+    if text := flat.get("calibration.text"):
+        flat["calibration.text"] = Path(text).stem  # qasper, whatever folder qasper.jsonl lies in
     kept = {key: value for key, value in flat.items() if key not in aside and not key.endswith("_target_")}
     if not str(config.get("method", {}).get("_target_", "")).partition("fasa_bench.methods.")[2].startswith("fasa"):
         kept = {key: value for key, value in kept.items() if not key.startswith("calibration.")}
