@@ -152,7 +152,9 @@ def load_experiments(folder: Path = CONF / "experiment") -> dict[str, Experiment
         unknown = content.keys() - {"defaults", "title", "layout", "notes", "needs", *PROFILES}
         if unknown or "title" not in content:
             problem = f"unknown key {sorted(unknown)[0]}" if unknown else "title is missing"
-            raise UserError(f"{path}: {problem}; an experiment has title, layout, notes, needs, {' and '.join(PROFILES)}")
+            raise UserError(
+                f"{path}: {problem}; an experiment has title, layout, notes, needs, {' and '.join(PROFILES)}"
+            )
         entries = {profile: content.get(profile) or [] for profile in PROFILES}
         notes, needs = tuple(content.get("notes", ())), content.get("needs", "")
         found[path.stem] = Experiment(path.stem, content["title"], content["layout"], entries, notes, needs)

@@ -22,7 +22,8 @@ from fasa_bench.exhibits import Exhibit, Stored, build
 from fasa_bench.experiments import CONF, Experiment, load_experiments
 from fasa_bench.paper import ARXIV, PAPER, Place, load
 from fasa_bench.paper_checks import run_checks
-from fasa_bench.site import browser, cells, claims, documents, runs
+from fasa_bench.site import browser, cells, claims, documents, runviews
+from fasa_bench.site.evidence import Evidence
 from fasa_bench.store import Run, report_runs, write_whole
 
 PAGES = (
@@ -33,12 +34,12 @@ PAGES = (
     ("switches.html", "Switches"),
     ("environment.html", "Environment"),
 )
-OWN_FOLDERS = ("exhibits", "docs", "data", "files", "static")  # what lies in them and was not written is of an earlier report
+OWN_FOLDERS = ("exhibits", "docs", "data", "files", "static")  # whatever else lies in them is of an earlier report
 ENDINGS = ("png", "svg", "pdf", "md", "csv", "tex", "json")
 
 
-def write_site(results_dir: str | Path, stored: Sequence[Run] | None = None) -> list[Path]:
-    """Write <results_dir>/report/index.html and what it links to; returns the paths.
+def write_site(results_dir: str | Path, stored: Sequence[Run] | None = None) -> Path:
+    """Write <results_dir>/report/index.html and what it links to; returns its path.
 
     stored: the runs to report; None takes all under `results_dir`. Without any, the paper's numbers stand alone.
     Raises UserError if the folder cannot be written, or paper or experiments cannot be read.
@@ -57,7 +58,7 @@ def write_site(results_dir: str | Path, stored: Sequence[Run] | None = None) -> 
                     path.unlink()
     except OSError as error:
         raise UserError(f"{error.filename} cannot be written: {error.strerror or error}") from error
-    return [root / name for name in files]
+    return root / "index.html"
 
 
 @dataclass(frozen=True)
@@ -141,11 +142,11 @@ class Site:
 
     @cached_property
     def claims(self) -> list[claims.ClaimView]:
-        return claims.claims(self.paper, self.exhibits)
+        return claims.claims(self.paper, Evidence(self.exhibits, self.runs))
 
     @cached_property
-    def views(self) -> list[runs.RunView]:
-        return runs.views(self.runs, self.root)
+    def views(self) -> list[runviews.RunView]:
+        return runviews.views(self.runs, self.root)
 
     def files(self) -> dict[str, bytes]:
         site = resources.files("fasa_bench.site") / "static"
@@ -153,10 +154,10 @@ class Site:
         texts = {
             "index.html": self._page("index.html", claims=self.claims, pages=self.pages),
             "runs.html": self._page("runs.html", views=self.views),
-            "examples.html": self._page("examples.html", views=[view for view in self.views if view.examples + view.failed]),
+            "examples.html": self._page("examples.html", views=[view for view in self.views if view.has_rows]),
             "findings.html": self._findings(),
-            "switches.html": self._page("switches.html", switches=runs.switches(self.runs)),
-            "environment.html": self._page("environment.html", machines=runs.machines(self.runs)),
+            "switches.html": self._page("switches.html", switches=runviews.switches(self.runs)),
+            "environment.html": self._page("environment.html", machines=runviews.machines(self.runs)),
             "data/runs.js": browser.index("points", [view.point for view in self.views]),
             **{f"data/rows-{run.folder.name}.js": browser.script(run) for run in self.runs},
             **{page.path: self._exhibit(page, index) for index, page in enumerate(self.pages)},
@@ -202,7 +203,6 @@ class Site:
             "PROFILES": cells.PROFILES,
             "VERDICTS": cells.VERDICTS,
             "STATES": cells.STATES,
-            "with_unit": cells.with_unit,
             "known": {view.id: view for view in self.views},
         }
         return templates

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fasa_bench.exhibits import Cell, Exhibit, Grid
+from fasa_bench.paper import Value
 from fasa_bench.tables import difference, number
 
 PROFILES = {"paper": "the paper's models", "mini": "embedded model"}
@@ -31,6 +32,7 @@ class CellView:
     profile: str
     row: str
     column: str
+    unit: str
     paper: str
     paper_sort: float | None
     paper_how: str
@@ -57,18 +59,18 @@ class GridView:
 
     title: str
     profile: str
-    unit: str
+    units: tuple[str, ...]
     better: str
     row_key: str
     column_key: str
     columns: tuple[str, ...]
-    lines: tuple[tuple[str, tuple[CellView, ...]], ...]
+    lines: tuple[tuple[str, tuple[CellView | None, ...]], ...]
     state: str
 
     @property
     def cells(self) -> list[CellView]:
         """Those that were planned."""
-        return [cell for _, cells in self.lines for cell in cells if cell.row]
+        return [cell for _, cells in self.lines for cell in cells if cell is not None]
 
     @property
     def has_paper(self) -> bool:
@@ -99,12 +101,13 @@ class Count:
 
 
 def grids(exhibit: Exhibit) -> list[GridView]:
-    return [_grid(exhibit, grid) for grid in exhibit.grids]
+    """Those that something was run of come first."""
+    return sorted((_grid(exhibit, grid) for grid in exhibit.grids), key=lambda grid: grid.state == "nothing")
 
 
 def count(exhibit: Exhibit, profile: str) -> Count:
     """A cell of a run that is not finished counts as not run yet."""
-    cells = [_at(grid, row, column) for grid in exhibit.grids if grid.profile == profile for row, column in _all(grid)]
+    cells = [grid.cell(*place) for grid in exhibit.grids if grid.profile == profile for place in _all(grid)]
     verdicts = [cell.verdict for cell in cells]
     return Count(
         len(cells),
@@ -114,37 +117,37 @@ def count(exhibit: Exhibit, profile: str) -> Count:
     )
 
 
-def with_unit(text: str, unit: str) -> str:
-    return text if unit in ("%", "") else f"{text} {unit}"
-
-
 def _all(grid: Grid) -> list[tuple[Any, Any]]:
     """The places of a grid that were planned, row by row."""
     return [(row, column) for row in grid.rows for column in grid.columns if (row, column) in grid.cells]
 
 
-def _at(grid: Grid, row: Any, column: Any) -> Cell:
-    return grid.cell(row, column)
-
-
 def _grid(exhibit: Exhibit, grid: Grid) -> GridView:
     title = grid.title or exhibit.title
+    digits = max((_decimals(cell.paper) for cell in grid.cells.values()), default=0)
     lines = []
     for row in grid.rows:
-        views = [_cell(exhibit, grid, title, row, column) for column in grid.columns if (row, column) in grid.cells]
-        if len(views) < len(grid.columns):  # a place that no run was planned for stays empty
-            by_column = {view.column: view for view in views}
-            views = [by_column.get(_label(exhibit, column)) or _empty(title, grid) for column in grid.columns]
+        places = [(row, column) for column in grid.columns]  # one that no run was planned for stays empty
+        views = [_cell(exhibit, grid, title, *place, digits) if place in grid.cells else None for place in places]
         lines.append((_label(exhibit, row), tuple(views)))
-    run = [grid.cell(*place).value is not None for place in _all(grid)]
-    state = "all" if run and all(run) else "some" if any(run) else "nothing"
+    places = _all(grid)
+    run = [grid.cell(*place).value is not None for place in places]
+    lower = {grid.is_lower_better(*place) for place in places}
     return GridView(
-        title, grid.profile, grid.unit, grid.better, _words(grid.row_key), _words(grid.column_key),
-        tuple(_label(exhibit, column) for column in grid.columns), tuple(lines), state,
-    )  # fmt: skip
+        title=title,
+        profile=grid.profile,
+        units=tuple(dict.fromkeys(grid.unit_of(*place) for place in places)),
+        better="" if len(lower) != 1 else "less" if lower.pop() else "more",
+        row_key=_words(grid.row_key),
+        column_key=_words(grid.column_key),
+        columns=tuple(_label(exhibit, column) for column in grid.columns),
+        lines=tuple(lines),
+        state="all" if run and all(run) else "some" if any(run) else "nothing",
+    )
 
 
-def _cell(exhibit: Exhibit, grid: Grid, title: str, row: Any, column: Any) -> CellView:
+def _cell(exhibit: Exhibit, grid: Grid, title: str, row: Any, column: Any, digits: int) -> CellView:
+    """digits: decimals that the paper prints here."""
     cell = grid.cell(row, column)
     paper = cell.paper
     printed = paper.value if paper else None
@@ -155,7 +158,8 @@ def _cell(exhibit: Exhibit, grid: Grid, title: str, row: Any, column: Any) -> Ce
         profile=grid.profile,
         row=_label(exhibit, row),
         column=_label(exhibit, column),
-        paper=_paper(cell),
+        unit=grid.unit_of(row, column),
+        paper=_paper(paper, digits),
         paper_sort=printed,
         paper_how="" if not paper or paper.confidence == "exact" else f"{paper.confidence}: {paper.how}",
         ours=number(cell.value) if cell.value is not None else "" if cell.state == "not given" else NOT_RUN,
@@ -170,10 +174,6 @@ def _cell(exhibit: Exhibit, grid: Grid, title: str, row: Any, column: Any) -> Ce
         runs=cell.runs,
         remark="; ".join(_remarks(cell)),
     )
-
-
-def _empty(title: str, grid: Grid) -> CellView:
-    return CellView(title, grid.profile, "", "", "", None, "", "", None, "", None, "", "", "none", "", None, (), "")
 
 
 def _verdict(cell: Cell) -> str:
@@ -193,13 +193,20 @@ def _remarks(cell: Cell) -> list[str]:
     return remarks
 
 
-def _paper(cell: Cell) -> str:
-    if cell.paper is None:
+def _paper(value: Value | None, digits: int) -> str:
+    if value is None:
         return ""
-    if cell.paper.value is not None:
-        return f"{cell.paper.value:g}"
-    low, high = cell.paper.low, cell.paper.high
+    if value.value is not None:
+        return f"{value.value:,.{digits}f}" if value.confidence == "exact" else f"{value.value:,g}"
+    low, high = value.low, value.high
     return f"at most {high:g}" if low is None else f"at least {low:g}" if high is None else f"{low:g} to {high:g}"
+
+
+def _decimals(value: Value | None) -> int:
+    """Of a printed number; those that were read off a drawing have none to speak of."""
+    if value is None or value.value is None or value.confidence != "exact":
+        return 0
+    return len(f"{value.value:g}".partition(".")[2])
 
 
 def signed(value: float) -> str:

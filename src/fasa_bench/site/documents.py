@@ -14,6 +14,12 @@ from fasa_bench.paper_checks import Check, update
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 FINDINGS = "reproduction"
+REPLACED = {  # a wide table scrolls by itself, and by keyboard
+    "<table>": '<div class="scroll" tabindex="0" role="region" aria-label="Table"><table>',
+    "</table>": "</table></div>",
+    "<th>": '<th scope="col">',
+    "<th style": '<th scope="col" style',
+}
 
 
 def findings() -> str:
@@ -41,9 +47,9 @@ def html(text: str, checks: Mapping[str, Check], folder: str = "") -> Markup:
         for child in token.children or ():
             _relink(child, folder)
     rendered: str = parser.renderer.render(tokens, parser.options, {})
-    # a wide table scrolls by itself, and by keyboard
-    rendered = rendered.replace("<table>", '<div class="scroll" tabindex="0" role="region" aria-label="Table"><table>')
-    return Markup(rendered.replace("</table>", "</table></div>").replace("<th>", '<th scope="col">').replace("<th style", '<th scope="col" style'))
+    for old, new in REPLACED.items():
+        rendered = rendered.replace(old, new)
+    return Markup(rendered)
 
 
 def _relink(token: Token, folder: str) -> None:
@@ -56,7 +62,8 @@ def _relink(token: Token, folder: str) -> None:
         return
     own = re.fullmatch(r"(?:docs/)?(\w+)\.md", name)
     if own and (DOCS / f"{own[1]}.md").is_file():
-        page = f"{'../' if folder else ''}findings.html" if own[1] == FINDINGS else f"{'' if folder else 'docs/'}{own[1]}.html"
+        here, there = ("../", "") if folder else ("", "docs/")
+        page = f"{here}findings.html" if own[1] == FINDINGS else f"{there}{own[1]}.html"
         token.attrSet("href", page + (f"#{anchor}" if anchor else ""))
     else:
         token.attrs.pop("href")

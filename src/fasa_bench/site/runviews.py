@@ -40,6 +40,10 @@ class RunView:
     point: Mapping[str, Any]
 
     @property
+    def has_rows(self) -> bool:
+        return bool(self.examples or self.failed)
+
+    @property
     def label(self) -> str:
         return f"{self.model} · {self.task} · {self.name} · {self.budget}"
 
@@ -133,7 +137,7 @@ def _fact(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Switch:
-    """A point where paper, official code and this project differ. values: each with the ids of the runs that have it."""
+    """A point where paper, official code and this project differ. values: each with the ids of the runs that have it"""
 
     key: str
     notes: tuple[str, ...]
