@@ -8,9 +8,10 @@ AXE := $(CURDIR)/.axe
 DEMO := $(RESULTS)/demo
 BENCH := $(RESULTS)/bench
 BENCH_GPU := $(RESULTS)/bench-gpu
+PROFILE ?= mini
 TIMED := task=latency budget=256 logger=none results_dir=$(BENCH)
 
-.PHONY: setup demo test lint tables figures report test-report bench bench-gpu bench-sweep clean
+.PHONY: setup demo test lint tables figures report test-report reproduce bench bench-gpu bench-sweep clean
 
 setup: $(READY)
 
@@ -44,6 +45,12 @@ report: setup  ## one site of all tables, figures, runs and examples: open resul
 test-report: setup  ## the report in headless Chromium: accessibility (axe-core, by npm), console, keyboard; docs/report.md
 	npm install --silent --no-save --no-package-lock --prefix $(AXE) axe-core@4.14.1
 	FASA_BENCH_AXE=$(AXE) $(BIN)/python -m pytest tests/test_report_browser.py -rs
+
+reproduce: setup  ## the paper's experiments; ARGS: --data FOLDER, --dry-run, experiments, settings (docs/reproduction.md)
+	$(BIN)/python -m fasa_bench.reproduce --profile $(PROFILE) $(ARGS)
+ifeq ($(findstring --dry-run,$(ARGS)),)
+	$(MAKE) tables figures report
+endif
 
 bench: setup  ## speed on this machine's CPU, measured anew: one layer, whole steps, stages; Figures 3 and 7 (docs/speed.md)
 	rm -rf $(BENCH)

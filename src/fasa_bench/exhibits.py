@@ -5,12 +5,13 @@
 panel, row, column: keys of the command line (method, budget, calibration.k, ...), one or a list, or `dataset` or
     `metric`, whose values are then listed under `values`. metric: the metric of all cells if none of the three is one
     of these; also a path into summary.json such as latency.decode_ms_per_token.median.
-rows, columns: names that are no settings of runs but parts of a metric's name, as a list, or a mapping to what stands in
-    that name: with metric "compound_ca/{row}/budget={column}" one run fills a whole grid. `row` and `column` are then
-    the keys that the paper's values have these names under.
+rows, columns: names that are no settings of runs but parts of a metric's name, as a list, or a mapping to what stands
+    in that name: with metric "compound_ca/{row}/budget={column}" one run fills a whole grid. `row` and `column` are
+    then the keys that the paper's values have these names under.
 derived: a function of fasa_bench.derived makes the grids, where a cell takes more than a look at one run.
 where: settings a run must have to be part of this layout. unit, better (high | low): what the metric does not tell.
-paper: by metric, what the paper's values call it where they differ, e.g. {speed-up 64K: {metric: speedup, context: 65536}}.
+paper: by metric, what the paper's values call it where they differ, e.g. {speed-up 64K: {metric: speedup, context:
+    65536}}.
 draw: how figures draw it (fasa_bench.drawings): curves if not said.
 average: a metric that is the mean over the columns, added as the last one; the mean is taken here where a run lacks it.
 """
@@ -38,7 +39,20 @@ Key = tuple[Any, ...]
 PAPER_KEYS = {"calibration.k": "calibration_k", "calibration.text": "calibration", "method.n_tip": "n_tip"}
 PAPER_KEYS |= {"task.corpus": "dataset", "task.contexts": "context"}
 PAPER_METHODS = {"fasa_c": ("fasa", "fasa_c")}  # the paper says FASA where time and memory do not matter
-LAYOUT = {"panel", "row", "column", "rows", "columns", "values", "metric", "where", "unit", "better", "average", "title"}
+LAYOUT = {
+    "panel",
+    "row",
+    "column",
+    "rows",
+    "columns",
+    "values",
+    "metric",
+    "where",
+    "unit",
+    "better",
+    "average",
+    "title",
+}
 LAYOUT |= {"paper", "draw", "derived"}
 
 
@@ -88,6 +102,7 @@ class Grid:
     average: Any = None  # the column that is the mean of the others
     metrics: tuple[str, ...] = ()  # its rows or columns, where these are metrics, each with its own unit
     units: Mapping[Any, str] = field(default_factory=dict)  # of rows that differ
+    interval: str = "95 % bootstrap interval over examples"  # what low and high of its cells are
 
     def unit_of(self, row: Any, column: Any) -> str:
         if row in self.units:
@@ -154,12 +169,31 @@ LABELS = {
     "fasa_pyramidkv": "FASA + PyramidKV",
     "snapkv_pyramidkv": "SnapKV + PyramidKV",
     "smollm2_135m": "SmolLM2-135M",
+    "llama32_3b": "Llama-3.2-3B",
+    "llama31_8b": "Llama-3.1-8B",
+    "mistral_7b": "Mistral-7B-v0.3",
+    "qwen25_7b": "Qwen2.5-7B",
+    "qwen25_14b": "Qwen2.5-14B",
+    "qwen25_14b_1m": "Qwen2.5-14B-1M",
+    "qwen25_32b": "Qwen2.5-32B",
+    "r1_llama_8b": "R1-Llama-8B",
+    "r1_qwen_14b": "R1-Qwen-14B",
+    "r1_qwen_32b": "R1-Qwen-32B",
+    "deepseek_v2_lite": "DeepSeek-V2-Lite",
+    "baichuan_13b": "Baichuan-13B",
     "math500": "MATH500",
     "aime24": "AIME24",
     "pg19": "PG19",
     "wikitext": "WikiText",
     "c4_en": "C4",
     "avg_table2": "AVG.",
+    "query_head": "query head",
+    "kv_head": "KV head",
+    "code_similarity": "code similarity",
+    "passkey": "pass key",
+    "rope": "true pairs",
+    "adjacent": "adjacent dimensions",
+    "single": "single dimensions",
 }
 
 
@@ -229,13 +263,16 @@ def _grids(experiment: Experiment, layout: Mapping[str, Any], place: Place | Non
                 }
                 named = {side: name for side, name in named.items() if name is not None}
                 if named:
-                    paper = _paper_value_named(place, planned, dimensions, metric, named)
+                    called = layout.get("paper", {}).get(metric, {})
+                    paper = _paper_value_named(place, planned, dimensions, metric, named, called)
                     metric = metric.format(row=rows[row], column=columns[column])
                 else:
                     called = layout.get("paper", {}).get(metric, {})
                     paper = _paper_value(place, planned, dimensions, listed, metric, called)
                 cells = panels.setdefault(at["panel"], {})
-                cells[_one(at["row"]), _one(at["column"])] = cell_of(run, metric, _in_unit(paper, layout), stored)
+                cells[_one(at["row"]), _one(at["column"])] = cell_of(
+                    run, metric, paper and in_unit(paper, layout.get("unit", "%")), stored
+                )
         for panel, cells in panels.items():
             yield _grid(layout, dimensions, panel, cells, profile, experiment, place, stored)
 
@@ -257,7 +294,7 @@ def _grid(
     better: Better = layout.get("better") or ("low" if lower_is_better(str(names[0])) else "high")
     metrics = tuple(names) if "metric" in (*dimensions["row"], *dimensions["column"]) and "unit" not in layout else ()
     labels: dict[Any, str] = {**LABELS, **(place.printed if place else {})}
-    title = ", ".join(str(labels.get(part, part)) for part in panel)
+    title = ", ".join(_told(key, part, labels) for key, part in zip(dimensions["panel"], panel, strict=True))
     return Grid(
         title, keys, profile, "/".join(dimensions["row"]), "/".join(dimensions["column"]), rows, columns, cells,
         layout.get("unit") or unit(str(names[0])), better, metric, metrics,
@@ -323,8 +360,9 @@ def _paper_value(
 
 
 def _paper_value_named(
-    place: Place | None, planned: Planned, dimensions: Mapping[str, list[str]], metric: str, named: Mapping[str, Any]
-) -> Value | None:
+    place: Place | None, planned: Planned, dimensions: Mapping[str, list[str]], metric: str, named: Mapping[str, Any],
+    called: Mapping[str, Any],
+) -> Value | None:  # fmt: skip
     """The same where rows or columns are parts of the metric's name; a name may be the value of any key of its side."""
     if place is None:
         return None
@@ -334,15 +372,15 @@ def _paper_value_named(
         wanted["metric"] = metric.partition("/")[0]
     found = [
         value
-        for value in place.find(**wanted)
+        for value in place.find(**{**wanted, **called})
         if all(any(value.get(key) == name for key in dimensions[side]) for side, name in named.items())
     ]
     return found[0] if len(found) == 1 else None
 
 
-def _in_unit(value: Value | None, layout: Mapping[str, Any]) -> Value | None:
+def in_unit(value: Value, unit: str) -> Value:
     """Some of the paper's drawings have shares where scores are per cent."""
-    if value is None or (value.unit, layout.get("unit", "%")) != ("ratio", "%"):
+    if (value.unit, unit) != ("ratio", "%"):
         return value
     percent = [None if number is None else 100 * number for number in (value.value, value.low, value.high)]
     return replace(value, unit="%", value=percent[0], low=percent[1], high=percent[2])
@@ -374,6 +412,12 @@ def _path(tree: Any, path: str) -> Any:
 
 def _list(value: Any) -> list[Any]:
     return [] if value is None else value if isinstance(value, list) else [value]
+
+
+def _told(key: str, value: Any, labels: Mapping[Any, str]) -> str:
+    """A bare number with what it is."""
+    name = key.rpartition(".")[2].replace("_", " ")
+    return f"{name} {value}" if isinstance(value, int | float) else str(labels.get(value, value))
 
 
 def _one(key: Key) -> Any:

@@ -119,7 +119,7 @@ class Planned:
 class Experiment:
     """One file of conf/experiment. layout: see fasa_bench.exhibits; entries: by profile.
 
-    notes: what a reader of the table must know; needs: what the embedded model lacks, if that is why there is no `mini`.
+    notes: what a reader of the table must know; needs: what the embedded model lacks, if it has no `mini` for that.
     """
 
     id: str
@@ -146,10 +146,10 @@ def load_experiments(folder: Path = CONF / "experiment") -> dict[str, Experiment
     """{"table1": Experiment, ...} in the paper's order, tables first. Raises UserError for a file that is none."""
     found = {}
     for path in folder.glob("[!_]*.yaml"):
-        content = yaml.safe_load(path.read_text("utf-8"))
-        if "layout" not in content:  # one of Hydra's own kind, such as demo
+        content = yaml.safe_load(path.read_text("utf-8")).get("experiment")
+        if content is None:  # one of Hydra's own kind, such as demo
             continue
-        unknown = content.keys() - {"defaults", "title", "layout", "notes", "needs", *PROFILES}
+        unknown = content.keys() - {"title", "layout", "notes", "needs", *PROFILES}
         if unknown or "title" not in content:
             problem = f"unknown key {sorted(unknown)[0]}" if unknown else "title is missing"
             raise UserError(
