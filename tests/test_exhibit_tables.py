@@ -348,7 +348,7 @@ def test_sections_put_together_are_those_that_hydra_composes() -> None:
 
 def test_an_unknown_key_of_a_run_is_one_clear_error() -> None:
     [planned] = Experiment("x", "", {}, {"mini": [{"task": "stdlib", "task.windwos": 3}]}).plan("mini")
-    with pytest.raises(UserError, match=r"task\.windwos=3 is not allowed: unknown key"):
+    with pytest.raises(UserError, match=r"task\.windwos=3 is not allowed: conf/ has no such key"):
         _ = planned.config
 
 

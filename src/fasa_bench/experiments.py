@@ -7,10 +7,10 @@ its table or figure is made of: see fasa_bench.exhibits.
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -20,7 +20,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError
 
 from fasa_bench.errors import UserError
 from fasa_bench.store import Run, flatten
@@ -174,21 +174,30 @@ def composed(overrides: Sequence[str]) -> DictConfig:
 
 @cache
 def _sections(settings: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
-    """What `composed` gives; Hydra, which takes long, is asked for each method and task only once."""
-    config = copy.deepcopy(_composed_choice(tuple(pair for pair in settings if pair[0] in ("method", "task"))))
+    """Hydra composes the choices (method=quest), which takes it a third of a second; values are put in here."""
+    config = deepcopy(_chosen(tuple((key, value) for key, value in settings if _is_choice(key))))
     for key, value in settings:
-        if key not in ("method", "task"):
+        if not _is_choice(key):
             try:
-                OmegaConf.update(config, key, _listed(value), merge=False)
-            except OmegaConfBaseException as error:
-                raise UserError.of(key, value, f"unknown key ({error.msg})") from error
+                OmegaConf.update(config, key, _plain(value))
+            except ConfigAttributeError as error:
+                raise UserError.of(key, value, "conf/ has no such key") from error
     whole: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
     return {key: whole[key] for key in SECTIONS}
 
 
 @cache
-def _composed_choice(choice: tuple[tuple[str, str], ...]) -> DictConfig:
-    return composed([f"{group}={name}" for group, name in choice])
+def _chosen(choices: tuple[tuple[str, Any], ...]) -> DictConfig:
+    return composed([f"{key}={_text(value)}" for key, value in choices])
+
+
+def _is_choice(key: str) -> bool:
+    """Whether it chooses a file of conf/, or needs Hydra's own rules for other reasons (+key, ~key)."""
+    return key in ("model", "method", "task") or not key[0].isalpha()
+
+
+def _plain(value: Any) -> Any:
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
 def _identity(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -212,10 +221,6 @@ def _product(entry: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _frozen(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
-
-
-def _listed(value: Any) -> Any:
-    return [_listed(item) for item in value] if isinstance(value, tuple) else value
 
 
 def _text(value: Any) -> str:

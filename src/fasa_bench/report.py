@@ -1,6 +1,6 @@
-"""Tables and figures of stored runs; reads run folders only, never a model.
+"""Tables, figures and the site of stored runs; reads run folders only, never a model.
 
-python -m fasa_bench.report show|tables|figures [--results-dir results] [--figure-name NAME] [RUN_FOLDER ...]
+python -m fasa_bench.report show|tables|figures|report|wandb [--results-dir results] [--figure-name NAME] [RUN ...]
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m fasa_bench.report", description="Tables and figures of stored runs."
     )
-    parser.add_argument("what", choices=["tables", "figures", "show"])
+    parser.add_argument("what", choices=["tables", "figures", "report", "wandb", "show"])
     parser.add_argument("folders", nargs="*", metavar="RUN_FOLDER", help="only these runs (default: all)")
     parser.add_argument("--results-dir", default="results", help="where runs are, and tables/ and figures/ go")
     parser.add_argument("--figure-name", default="runs", help="name of the figure's files, without ending")
@@ -133,6 +133,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print_table(_some(options.results_dir, runs), file=sys.stdout)
         elif options.what == "tables":
             print(*write_tables(options.results_dir, runs), sep="\n")
+        elif options.what == "report":
+            from fasa_bench.site.build import write_site  # not at the top: tables need no templates
+
+            print(write_site(options.results_dir, runs))
+        elif options.what == "wandb":
+            from fasa_bench.publish import publish
+
+            print(publish(options.results_dir, runs))
         else:
             print(*write_figures(options.results_dir, runs, options.figure_name), sep="\n")
     except UserError as error:
