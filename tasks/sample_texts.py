@@ -31,10 +31,10 @@ Ids = list[int]
 @dataclass
 class SampledTask(Task):
     """Parameters
-    sources: where the texts come from. docs: the part of Python's documentation that methods are calibrated on, from its
-        end, while calibration begins at its beginning; docs_evaluated: the part that tasks score; stdlib: source code of
-        Python's library; math500, and LongBench's data sets by their names: prompts of examples; or a text file, or a
-        folder of them.
+    sources: where the texts come from. docs: the part of Python's documentation that methods are calibrated on, from
+        its end, since calibration begins at its beginning; docs_evaluated: the part that tasks score; stdlib: source
+        code of Python's library; math500, and LongBench's data sets by their names: prompts of examples; or a text
+        file, or a folder of them.
     n_samples: texts from each source. prefill: tokens of a text's dense pass, the usual begin token included; longer
         prompts lose their middle. decode: the steps that are observed.
     queries: what is decoded. forced: the text's own next tokens, of a prompt its last ones; generated: what the model
