@@ -58,11 +58,12 @@ def test_of_ties_no_more_than_k_count() -> None:
     keys = torch.ones(1, 1, 9, 4)
     keys[0, 0, 0] = 2.0
     found = contextual_agreement(torch.ones(1, 1, 1, 4), keys, HALF, 3)
-    assert (found <= 1).all() and (found >= 1 / 3).all()
+    assert (found <= 1).all()
+    assert (found >= 1 / 3).all()
 
 
 def test_agreement_by_bands_of_the_best_tokens() -> None:
-    """Five tokens, K = 4: full scores rank 0 1 2 3 4; chunk 0 has tokens 0 1 2 4 as its best, chunk 1 all but token 0."""
+    """Five tokens, K = 4, ranked 0 1 2 3 4 by the head; chunk 0 has 0 1 2 4 as its best, chunk 1 all but token 0."""
     keys = torch.tensor([[9.0, 0], [7, 1], [5, 2], [1, 5], [3, -8]]) @ torch.eye(2)
     keys = torch.stack([keys[:, 0], keys[:, 1], torch.zeros(5), torch.zeros(5)], dim=1)
     keys[0, 1] = -9  # the last of chunk 1
