@@ -343,6 +343,18 @@ def find_runs(results_dir: str | Path) -> list[Run]:
     return runs
 
 
+def report_runs(results_dir: str | Path) -> list[Run]:
+    """What tables and figures are made of: the user's own runs, those of `make bench`, those that were committed.
+
+    A run that is stored in two places counts where it comes first; shards are left out.
+    """
+    found: dict[str, Run] = {}
+    root = Path(results_dir)
+    for folder in (root, root / "bench", root / "bench-gpu", root / "mini", *sorted(root.glob("measured/*"))):
+        found = {run.folder.name: run for run in without_parts(find_runs(folder))} | found
+    return list(found.values())
+
+
 def without_parts(runs: Sequence[Run]) -> Sequence[Run]:
     """Without shards, unless there is nothing else."""
     return [run for run in runs if not run.is_part] or runs
