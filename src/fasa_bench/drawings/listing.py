@@ -95,7 +95,8 @@ def _rows(found: Sequence[Part]) -> list[tuple[str, str, str]]:
             rows.append(("", part.path, "head"))
             path = part.path
         if part.name in SAYS:
-            rows.append(("", f"# {SAYS[part.name]}", "note"))
+            owner = f"{part.name}: " if "." in part.name and part.lines[0][1].startswith("def") else ""
+            rows.append(("", f"# {owner}{SAYS[part.name]}", "note"))
         rows += [(str(number), text, "code") for number, text in part.lines]
     return rows
 
