@@ -4,12 +4,14 @@ RESULTS ?= results
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+AXE := $(CURDIR)/.axe
 DEMO := $(RESULTS)/demo
 BENCH := $(RESULTS)/bench
 BENCH_GPU := $(RESULTS)/bench-gpu
+PROFILE ?= mini
 TIMED := task=latency budget=256 logger=none results_dir=$(BENCH)
 
-.PHONY: setup demo test lint tables figures bench bench-gpu bench-sweep clean
+.PHONY: setup demo test lint tables figures report test-report reproduce bench bench-gpu bench-sweep clean
 
 setup: $(READY)
 
@@ -37,6 +39,19 @@ tables: setup
 figures: setup
 	$(BIN)/python -m fasa_bench.report figures --results-dir $(RESULTS)
 
+report: setup  ## one site of all tables, figures, runs and examples: open results/report/index.html
+	$(BIN)/python -m fasa_bench.report report --results-dir $(RESULTS)
+
+test-report: setup  ## the report in headless Chromium: accessibility (axe-core, by npm), console, keyboard; docs/report.md
+	npm install --silent --no-save --no-package-lock --prefix $(AXE) axe-core@4.14.1
+	FASA_BENCH_AXE=$(AXE) $(BIN)/python -m pytest tests/test_report_browser.py -rs
+
+reproduce: setup  ## the paper's experiments; ARGS: --data FOLDER, --dry-run, experiments, settings (docs/reproduction.md)
+	$(BIN)/python -m fasa_bench.reproduce --profile $(PROFILE) $(ARGS)
+ifeq ($(findstring --dry-run,$(ARGS)),)
+	$(MAKE) tables figures report
+endif
+
 bench: setup  ## speed on this machine's CPU, measured anew: one layer, whole steps, stages; Figures 3 and 7 (docs/speed.md)
 	rm -rf $(BENCH)
 	$(BIN)/python benchmarks/attention_layer.py --tokens 8192,65536 --out $(BENCH)/attention_layer.json
@@ -56,4 +71,4 @@ bench-sweep: setup  ## one sweep against the same 24 runs one by one, on LongBen
 	$(BIN)/python benchmarks/sweep.py --out $(RESULTS)/bench-sweep $(DATA)
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .axe build dist .pytest_cache .mypy_cache .ruff_cache

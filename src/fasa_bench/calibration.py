@@ -29,7 +29,7 @@ from fasa_bench.paths import cache_folder
 from fasa_bench.principal import Rotary, principal_axes
 from fasa_bench.rope import Pairing
 from fasa_bench.session import Session
-from fasa_bench.texts import calibration_text
+from fasa_bench.texts import calibration_text, sample_of
 
 if TYPE_CHECKING:
     from fasa_bench.models import Model
@@ -42,9 +42,9 @@ class Calibration:
     """The sample that is measured, and the artefacts made from it.
 
     k: size of CA's top-K sets. prefill, decode: tokens of the sample's dense pass, then of its decode queries, which
-    are teacher-forced; principal axes are those of the keys of all these tokens. text: a text file, or None for the
-    part of Python's documentation that no task evaluates. file: an artefact to use as it is, instead of one made (and
-    kept in the user's cache folder) for these settings.
+    are teacher-forced; principal axes are those of the keys of all these tokens. text: a text file, or
+    .jsonl of a data set; None for the part of Python's documentation that no task evaluates. file: an artefact to use
+    as it is, instead of one made (and kept in the user's cache folder) for these settings.
     """
 
     k: int = 256
@@ -80,7 +80,7 @@ class Calibration:
         path = Path(self.text)
         if not path.is_file():
             raise UserError.of("calibration.text", self.text, "no such file")
-        return path.read_text(encoding="utf-8")
+        return sample_of(path)
 
     @property
     def sample_id(self) -> str:

@@ -16,7 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fasa_bench.errors import FailedExamplesError, UserError
@@ -70,8 +70,11 @@ def set_up() -> None:
 
 
 def job(cfg: DictConfig) -> None:
-    """The one job of a command without -m."""
+    """The one job of a command without -m, or all of an experiment's."""
+    OmegaConf.resolve(cfg)  # what an experiment asks Hydra is known only here
     run_jobs([(" ".join(HydraConfig.get().overrides.task), cfg)])
+    if "experiment" in cfg:
+        overview()
 
 
 def run_jobs(configs: Sequence[tuple[str, DictConfig]], quiet: bool = False) -> list[End]:
@@ -80,6 +83,7 @@ def run_jobs(configs: Sequence[tuple[str, DictConfig]], quiet: bool = False) -> 
     quiet: in a worker: whoever gets what is returned tells it on standard output.
     """
     from fasa_bench import group, runner  # here, so that --help and Hydra's own errors come without loading torch
+    from fasa_bench.reproduce import expanded
 
     jobs: list[Job] = []
     ends: list[End] = []
@@ -92,11 +96,12 @@ def run_jobs(configs: Sequence[tuple[str, DictConfig]], quiet: bool = False) -> 
         if not quiet:
             tell(end)
 
-    for name, cfg in configs:
+    for label, composed in configs:
         try:
-            jobs.append(runner.Job.of(cfg, name))
+            for name, cfg in expanded(label, composed):
+                jobs.append(runner.Job.of(cfg, name))
         except Exception as error:
-            report(name, None, error)
+            report(label, None, error)
     groups = group.grouped(jobs)
     jobs.clear()
     while groups:  # popped, so that one model's weights are free before the next one's are loaded
@@ -137,16 +142,21 @@ def explain(error: Exception) -> str:
     return text
 
 
+def overview() -> None:
+    """A table of all runs of this process, and what went wrong."""
+    from fasa_bench.report import print_table
+    from fasa_bench.store import load_run, without_parts
+
+    folders = dict.fromkeys(end.folder for end in _ends if end.folder)  # full KV is one run for all budgets
+    if folders:
+        print_table(without_parts([load_run(folder) for folder in folders]))
+    failures = [f"{end.job}: {end.error}" for end in _ends if end.error]
+    if failures:
+        print(f"{len(failures)} of {len(_ends)} jobs failed:", *failures, sep="\n  ", file=sys.stderr)
+
+
 class Overview(Callback):
     """Hydra callback: a table of all runs when a multirun ends."""
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        from fasa_bench.report import print_table
-        from fasa_bench.store import load_run, without_parts
-
-        folders = dict.fromkeys(end.folder for end in _ends if end.folder)  # full KV is one run for all budgets
-        if folders:
-            print_table(without_parts([load_run(folder) for folder in folders]))
-        failures = [f"{end.job}: {end.error}" for end in _ends if end.error]
-        if failures:
-            print(f"{len(failures)} of {len(_ends)} jobs failed:", *failures, sep="\n  ", file=sys.stderr)
+        overview()

@@ -1,8 +1,8 @@
-"""Grids whose cells take more than a look at one run: calibrations compared, sets of FCs that overlap, stages by context.
+"""Grids whose cells take more than a look at one run: calibrations compared, FCs that sets have in common, stages.
 
 An experiment's layout names one of DERIVED. Overlaps read the artefacts of runs of task=calibration: mean CA [layers,
-Hq, FCs] of each text, in the run folder. A head's dominant FCs are its best ones, `share` of all (a quarter if the layout
-does not say, as FASA takes by default).
+Hq, FCs] of each text, in the run folder. A head's dominant FCs are its best ones, `share` of all: a quarter if the
+layout does not say, as FASA takes by default.
 """
 
 from __future__ import annotations
@@ -71,11 +71,12 @@ def overlap(experiment: Experiment, layout: Layout, place: Place | None, stored:
                 (mine, run), (theirs, other) = found[row], found[column]
                 used = tuple(dict.fromkeys((run.folder.name, other.folder.name)))
                 heads = int(np.prod(mine.shape[:-1]))
-                cells[row, column] = Cell(in_common(mine, theirs), n=heads, runs=used, state=_state(run, other), paper=paper)
+                cells[row, column] = Cell(
+                    in_common(mine, theirs), n=heads, runs=used, state=_state(run, other), paper=paper
+                )
         for row in names:
-            mine = [cells[row, column] for column in names]
             paper = _paper(place, model=model, calibration=row, metric="overlap_avg")
-            cells[row, "mean"] = _mean(mine, paper)
+            cells[row, "mean"] = _mean([cells[row, column] for column in names], paper)
         yield _grid(layout, profile, model, names, [*names, "mean"], cells, average="mean")
 
 
@@ -99,7 +100,7 @@ def sizes(experiment: Experiment, layout: Layout, place: Place | None, stored: S
                     pairs = [in_common(one, other) for one, other in itertools.combinations(sets, 2)]
                     cells[size, f"{source} · each other"] = _over(pairs, run)
                     cells[size, f"{source} · all samples"] = _over([in_common(one, whole) for one in sets], run)
-        yield _grid(layout, profile, model, layout["rows"], columns, cells)
+        yield _grid(layout, profile, model, layout["rows"], columns, cells, interval="the least and the most")
 
 
 def stages(experiment: Experiment, layout: Layout, place: Place | None, stored: Stored) -> Iterator[Grid]:
@@ -113,7 +114,9 @@ def stages(experiment: Experiment, layout: Layout, place: Place | None, stored: 
             here = [name for name in STAGES if any(name in part["stages_ms"] for part in parts.values())]
             state: State = "complete" if run.status == "complete" else "partial"
             cells = {
-                (name, context): Cell(part["stages_ms"].get(name), n=len(part["step_ms"]), runs=(run.folder.name,), state=state)
+                (name, context): Cell(
+                    part["stages_ms"].get(name), n=len(part["step_ms"]), runs=(run.folder.name,), state=state
+                )
                 for context, part in parts.items()
                 for name in here
             }
@@ -123,9 +126,10 @@ def stages(experiment: Experiment, layout: Layout, place: Place | None, stored: 
             given = budget(run)
             name = WHO[who] or f"{LABELS.get(run.name('method'), run.name('method'))}, budget {given}"
             title = f"{LABELS.get(run.name('model'), run.name('model'))}, {name}; {machine(run)}"
+            profile = "mini" if run.name("model") == "smollm2_135m" else "paper"
             yield Grid(
-                title, {"model": run.name("model")}, "mini" if run.name("model") == "smollm2_135m" else "paper", "stage",
-                "context", (*here, "step"), tuple(parts), cells, unit="ms", better="low",
+                title, {"model": run.name("model")}, profile, "stage", "context", (*here, "step"), tuple(parts), cells,
+                unit="ms", better="low", interval="quartiles over steps",
             )  # fmt: skip
 
 
@@ -170,8 +174,8 @@ def _by_model(experiment: Experiment) -> Iterator[tuple[str, str, list[Planned]]
         models: dict[str, list[Planned]] = {}
         for planned in experiment.plan(profile):
             models.setdefault(planned.given["model"], []).append(planned)
-        for model, planned in models.items():
-            yield profile, model, planned
+        for model, those in models.items():
+            yield profile, model, those
 
 
 def _row_of(planned: Planned) -> str:
@@ -185,11 +189,11 @@ def _paper(place: Place | None, **wanted: Any) -> Value | None:
 
 def _grid(
     layout: Layout, profile: str, model: str, rows: Sequence[Any], columns: Sequence[Any], cells: Cells, *,
-    average: Any = None, units: Mapping[Any, str] | None = None,
+    average: Any = None, units: Mapping[Any, str] | None = None, interval: str = "",
 ) -> Grid:  # fmt: skip
     return Grid(
-        LABELS.get(model, model), {"model": model}, profile, layout["row"], layout["column"], tuple(rows), tuple(columns),
-        cells, average=average, units=units or {},
+        LABELS.get(model, model), {"model": model}, profile, layout["row"], layout["column"], tuple(rows),
+        tuple(columns), cells, average=average, units=units or {}, interval=interval or Grid.interval,
     )  # fmt: skip
 
 

@@ -88,6 +88,7 @@ class Grid:
     average: Any = None  # the column that is the mean of the others
     metrics: tuple[str, ...] = ()  # its rows or columns, where these are metrics, each with its own unit
     units: Mapping[Any, str] = field(default_factory=dict)  # of rows that differ
+    interval: str = "95 % bootstrap interval over examples"  # what low and high of its cells are
 
     def unit_of(self, row: Any, column: Any) -> str:
         if row in self.units:
@@ -184,6 +185,13 @@ LABELS = {
     "dureader": "DuReader",
     "trec": "TREC",
     "lcc": "LCC",
+    "query_head": "query head",
+    "kv_head": "KV head",
+    "code_similarity": "code similarity",
+    "passkey": "pass key",
+    "rope": "true pairs",
+    "adjacent": "adjacent dimensions",
+    "single": "single dimensions",
 }
 
 
@@ -253,7 +261,8 @@ def _grids(experiment: Experiment, layout: Mapping[str, Any], place: Place | Non
                 }
                 named = {side: name for side, name in named.items() if name is not None}
                 if named:
-                    paper = _paper_value_named(place, planned, dimensions, metric, named)
+                    called = layout.get("paper", {}).get(metric, {})
+                    paper = _paper_value_named(place, planned, dimensions, metric, named, called)
                     metric = metric.format(row=rows[row], column=columns[column])
                 else:
                     called = layout.get("paper", {}).get(metric, {})
@@ -283,7 +292,12 @@ def _grid(
     better: Better = layout.get("better") or ("low" if lower_is_better(str(names[0])) else "high")
     metrics = tuple(names) if "metric" in (*dimensions["row"], *dimensions["column"]) and "unit" not in layout else ()
     labels: dict[Any, str] = {**LABELS, **(place.printed if place else {})}
-    title = ", ".join([*(str(labels.get(part, part)) for part in panel), *_list(layout.get("title"))])
+    title = ", ".join(
+        [
+            *(_told(key, part, labels) for key, part in zip(dimensions["panel"], panel, strict=True)),
+            *_list(layout.get("title")),
+        ]
+    )
     return Grid(
         title, keys, profile, "/".join(dimensions["row"]), "/".join(dimensions["column"]), rows, columns, cells,
         layout.get("unit") or unit(str(names[0])), better, metric, metrics,
@@ -349,8 +363,9 @@ def _paper_value(
 
 
 def _paper_value_named(
-    place: Place | None, planned: Planned, dimensions: Mapping[str, list[str]], metric: str, named: Mapping[str, Any]
-) -> Value | None:
+    place: Place | None, planned: Planned, dimensions: Mapping[str, list[str]], metric: str, named: Mapping[str, Any],
+    called: Mapping[str, Any],
+) -> Value | None:  # fmt: skip
     """The same where rows or columns are parts of the metric's name; a name may be the value of any key of its side."""
     if place is None:
         return None
@@ -360,7 +375,7 @@ def _paper_value_named(
         wanted["metric"] = metric.partition("/")[0]
     found = [
         value
-        for value in place.find(**wanted)
+        for value in place.find(**{**wanted, **called})
         if all(any(value.get(key) == name for key in dimensions[side]) for side, name in named.items())
     ]
     return found[0] if len(found) == 1 else None
@@ -400,6 +415,12 @@ def _path(tree: Any, path: str) -> Any:
 
 def _list(value: Any) -> list[Any]:
     return [] if value is None else value if isinstance(value, list) else [value]
+
+
+def _told(key: str, value: Any, labels: Mapping[Any, str]) -> str:
+    """A bare number with what it is."""
+    name = key.rpartition(".")[2].replace("_", " ")
+    return f"{name} {value}" if isinstance(value, int | float) else str(labels.get(value, value))
 
 
 def _one(key: Key) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,6 +20,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError
 
 from fasa_bench.errors import UserError
 from fasa_bench.store import Run, flatten
@@ -117,7 +119,7 @@ class Planned:
 class Experiment:
     """One file of conf/experiment. layout: see fasa_bench.exhibits; entries: by profile.
 
-    notes: what a reader of the table must know; needs: what the embedded model lacks, if that is why there is no `mini`.
+    notes: what a reader of the table must know; needs: what the embedded model lacks, if it has no `mini` for that.
     """
 
     id: str
@@ -144,13 +146,15 @@ def load_experiments(folder: Path = CONF / "experiment") -> dict[str, Experiment
     """{"table1": Experiment, ...} in the paper's order, tables first. Raises UserError for a file that is none."""
     found = {}
     for path in folder.glob("[!_]*.yaml"):
-        content = yaml.safe_load(path.read_text("utf-8"))
-        if "layout" not in content:  # one of Hydra's own kind, such as demo
+        content = yaml.safe_load(path.read_text("utf-8")).get("experiment")
+        if content is None:  # one of Hydra's own kind, such as demo
             continue
-        unknown = content.keys() - {"defaults", "title", "layout", "notes", "needs", *PROFILES}
+        unknown = content.keys() - {"title", "layout", "notes", "needs", *PROFILES}
         if unknown or "title" not in content:
             problem = f"unknown key {sorted(unknown)[0]}" if unknown else "title is missing"
-            raise UserError(f"{path}: {problem}; an experiment has title, layout, notes, needs, {' and '.join(PROFILES)}")
+            raise UserError(
+                f"{path}: {problem}; an experiment has title, layout, notes, needs, {' and '.join(PROFILES)}"
+            )
         entries = {profile: content.get(profile) or [] for profile in PROFILES}
         notes, needs = tuple(content.get("notes", ())), content.get("needs", "")
         found[path.stem] = Experiment(path.stem, content["title"], content["layout"], entries, notes, needs)
@@ -166,9 +170,30 @@ def composed(overrides: Sequence[str]) -> DictConfig:
 
 @cache
 def _sections(settings: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
-    config = composed([f"{key}={_text(value)}" for key, value in settings])
+    """Hydra composes the choices (method=quest), which takes it a third of a second; values are put in here."""
+    config = deepcopy(_chosen(tuple((key, value) for key, value in settings if _is_choice(key))))
+    for key, value in settings:
+        if not _is_choice(key):
+            try:
+                OmegaConf.update(config, key, _plain(value))
+            except ConfigAttributeError as error:
+                raise UserError.of(key, value, "conf/ has no such key") from error
     whole: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
     return {key: whole[key] for key in SECTIONS}
+
+
+@cache
+def _chosen(choices: tuple[tuple[str, Any], ...]) -> DictConfig:
+    return composed([f"{key}={_text(value)}" for key, value in choices])
+
+
+def _is_choice(key: str) -> bool:
+    """Whether it chooses a file of conf/, or needs Hydra's own rules for other reasons (+key, ~key)."""
+    return key in ("model", "method", "task") or not key[0].isalpha()
+
+
+def _plain(value: Any) -> Any:
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
 def _identity(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from fasa_bench.method import Method, check_budget, resolve_budget
 from fasa_bench.models import Model, ModelSpec
 from fasa_bench.prompts import Prompts
 from fasa_bench.protocol import Protocol
-from fasa_bench.rows import answers, prompt, without_texts
+from fasa_bench.rows import answers, prompt, prompt_ends, without_texts
 from fasa_bench.segments import Packing
 from fasa_bench.session import Decoder, Generation, Prefilled, Session
 from fasa_bench.shards import Shard
@@ -182,7 +182,9 @@ def evaluate(session: Session, job: Job, example: Example, prompts: Prompts | No
         prediction = _decode(decoder, job.model, example)
         row = _row(prefilled, decoder, example, prediction)
     row["scores"] = job.task.score(example, prediction)
-    return row if job.store_text else without_texts(row, job.task.texts)
+    if not job.store_text:
+        return without_texts(row, job.task.texts)
+    return row | prompt_ends(example, job.model.tokenizer)
 
 
 def failed_row(job: Job, example: Example, reason: str) -> dict[str, Any]:

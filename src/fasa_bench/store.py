@@ -344,7 +344,7 @@ def find_runs(results_dir: str | Path) -> list[Run]:
 
 
 def report_runs(results_dir: str | Path) -> list[Run]:
-    """What tables and figures are made of: the user's own runs, those of `make bench`, then the committed ones.
+    """What tables and figures are made of: the user's own runs, those of `make bench`, those that were committed.
 
     A run that is stored in two places counts where it comes first; shards are left out.
     """
