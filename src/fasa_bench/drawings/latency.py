@@ -68,7 +68,7 @@ def figure3(found: Sequence[Timings], paper: Mapping[str, Place]) -> Figure:
         if not here:
             for ax in axes[0, 1:]:
                 say_not_run(ax)
-                ax.set_title("Ours")
+                ax.set(title="Ours", xticks=[], yticks=[])
         notes = ["percentages: share of the prompt pass (–: not timed)", "vertical lines: 95 % interval over turns"]
         footnote(drawn, [*notes, "batch 1"])
     return drawn
@@ -101,7 +101,7 @@ def figure7(found: Sequence[Timings], paper: Mapping[str, Place]) -> Figure:
         if not here:
             for ax, what in zip(axes[1], ("cache on the device", "time of a step"), strict=True):
                 say_not_run(ax)
-                ax.set_title(f"Ours: {what}")
+                ax.set(title=f"Ours: {what}", xticks=[], yticks=[])
         footnote(drawn, ["batch 1", "ours: medians over steps"] if here else ["batch 1"])
     return drawn
 
