@@ -60,12 +60,12 @@ bench: setup  ## speed on this machine's CPU, measured anew: one layer, whole st
 	$(BIN)/python run.py $(TIMED) method=fasa_m task.prefill=0 task.steps=16
 	$(BIN)/python benchmarks/filling.py --out $(BENCH)/filling.json
 	$(BIN)/python -m fasa_bench.report tables --results-dir $(BENCH)
-	$(BIN)/python -m fasa_bench.report figures --results-dir $(BENCH)
+	$(BIN)/python -m fasa_bench.report figures --results-dir $(BENCH) --only figure3 figure7
 
 bench-gpu: setup  ## the same on a CUDA GPU for Llama-3.1-8B's shape, and the kernels by themselves; under 8 minutes
 	$(BIN)/python benchmarks/gpu.py --out $(BENCH_GPU)/gpu.json
 	[ ! -d $(BENCH_GPU)/runs ] || $(BIN)/python -m fasa_bench.report tables --results-dir $(BENCH_GPU)
-	[ ! -d $(BENCH_GPU)/runs ] || $(BIN)/python -m fasa_bench.report figures --results-dir $(BENCH_GPU)
+	[ ! -d $(BENCH_GPU)/runs ] || $(BIN)/python -m fasa_bench.report figures --results-dir $(BENCH_GPU) --only figure3 figure7
 
 bench-sweep: setup  ## one sweep against the same 24 runs one by one, on LongBench; DATA: settings such as task.data_dir=FOLDER
 	$(BIN)/python benchmarks/sweep.py --out $(RESULTS)/bench-sweep $(DATA)
