@@ -38,6 +38,9 @@ test-ray: setup  ## a sweep through a one-node Ray cluster on this machine
 	$(BIN)/python -m pip install --quiet --no-deps hydra-ray-launcher==1.2.2  # its own pins exclude joblib and need boto3
 	$(BIN)/python -m pytest tests/clusters/on_ray.py
 
+test-tensor-parallel: setup  ## the engine on a model split over two processes
+	$(BIN)/python -m pytest tests/clusters/on_two_ranks.py
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
