@@ -12,7 +12,7 @@ PROFILE ?= mini
 TIMED := task=latency budget=256 logger=none results_dir=$(BENCH)
 
 .PHONY: setup demo test test-slurm test-ray lint tables figures report test-report reproduce bench bench-gpu bench-sweep
-.PHONY: clean
+.PHONY: test-tensor-parallel clean
 
 setup: $(READY)
 
