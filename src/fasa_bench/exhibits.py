@@ -192,6 +192,8 @@ LABELS = {
     "kv_head": "KV head",
     "code_similarity": "code similarity",
     "passkey": "pass key",
+    "fasa_tip": "FASA-TIP",
+    "fasa_adaptive": "FASA, adaptive",
     "rope": "true pairs",
     "adjacent": "adjacent dimensions",
     "single": "single dimensions",
