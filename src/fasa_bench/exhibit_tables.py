@@ -169,7 +169,7 @@ def _lines(exhibit: Exhibit, grid: Grid, brief: bool = False) -> tuple[list[str]
 
     header = [_corner(grid, turned), ""]
     for place in inner:
-        header.append(_label(exhibit, grid, place) + _count(cell(line, place)[2] for line in outer))
+        header.append(_label(exhibit, grid, place) + _count(cell(line, place)[2] for line in outer if line not in grid.units))
     groups = []
     for line in outer:
         found = [cell(line, place) for place in inner]
@@ -241,7 +241,7 @@ def _short(value: float, unit: str) -> str:
 def _number(value: float, unit: str) -> str:
     """Per cent as the paper prints them, tokens whole, the rest with the digits that tell something."""
     if unit in ("%", "points"):
-        return f"{value:.1f}" if abs(value) >= 1 or value == 0 else f"{value:.2f}"
+        return f"{value:.1f}" if abs(value) >= 1 or abs(value) < 0.005 else f"{value:.2f}"
     if unit == "tokens":
         return f"{value:,.0f}"
     return number(float(value), 3 if unit in ("ms", "ratio", "times") else 4)

@@ -192,6 +192,7 @@ LABELS = {
     "kv_head": "KV head",
     "code_similarity": "code similarity",
     "passkey": "pass key",
+    "oracle_mass": "Oracle's mass",
     "fasa_tip": "FASA-TIP",
     "fasa_adaptive": "FASA, adaptive",
     "rope": "true pairs",
