@@ -9,11 +9,9 @@ rows, columns: names that are no settings of runs but parts of a metric's name, 
     in that name: with metric "compound_ca/{row}/budget={column}" one run fills a whole grid. `row` and `column` are
     then the keys that the paper's values have these names under.
 derived: a function of fasa_bench.derived makes the grids, where a cell takes more than a look at one run.
-title: what tells its grids from those of other layouts. where: settings a run must have to be part of it.
-unit, better (high | low): what the metric does not tell.
-paper: by metric, what the paper's values call it where they differ, e.g. {speed-up 64K: {metric: speedup, context:
-    65536}}.
-draw: how figures draw it (fasa_bench.drawings): curves if not said.
+where: settings a run must have to be part of this layout. unit, better (high | low): what the metric does not tell.
+paper: by metric, what the paper's values call it where they differ: {speed-up 64K: {metric: speedup, context: 65536}}.
+draw: how figures draw it (fasa_bench.drawings): curves if not said. title: added to the panels' names.
 average: a metric that is the mean over the columns, added as the last one; the mean is taken here where a run lacks it.
 """
 
@@ -40,21 +38,8 @@ Key = tuple[Any, ...]
 PAPER_KEYS = {"calibration.k": "calibration_k", "calibration.text": "calibration", "method.n_tip": "n_tip"}
 PAPER_KEYS |= {"task.corpus": "dataset", "task.contexts": "context"}
 PAPER_METHODS = {"fasa_c": ("fasa", "fasa_c")}  # the paper says FASA where time and memory do not matter
-LAYOUT = {
-    "panel",
-    "row",
-    "column",
-    "rows",
-    "columns",
-    "values",
-    "metric",
-    "where",
-    "unit",
-    "better",
-    "average",
-    "title",
-}
-LAYOUT |= {"paper", "draw", "derived"}
+LAYOUT = {"panel", "row", "column", "rows", "columns", "values", "metric", "where", "unit", "better", "average"}
+LAYOUT |= {"paper", "draw", "derived", "title"}
 
 
 @dataclass(frozen=True)
@@ -186,8 +171,20 @@ LABELS = {
     "aime24": "AIME24",
     "pg19": "PG19",
     "wikitext": "WikiText",
+    "c4": "C4",
     "c4_en": "C4",
     "avg_table2": "AVG.",
+    "qasper": "Qasper",
+    "narrativeqa": "NarrativeQA",
+    "multifieldqa_en": "MultiFieldQA-en",
+    "multifieldqa_zh": "MultiFieldQA-zh",
+    "hotpotqa": "HotpotQA",
+    "2wikimqa": "2WikiMQA",
+    "musique": "MuSiQue",
+    "gov_report": "GovReport",
+    "dureader": "DuReader",
+    "trec": "TREC",
+    "lcc": "LCC",
     "query_head": "query head",
     "kv_head": "KV head",
     "code_similarity": "code similarity",
