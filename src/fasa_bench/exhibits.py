@@ -189,6 +189,9 @@ LABELS = {
     "kv_head": "KV head",
     "code_similarity": "code similarity",
     "passkey": "pass key",
+    "oracle_mass": "Oracle's mass",
+    "fasa_tip": "FASA-TIP",
+    "fasa_adaptive": "FASA, adaptive",
     "rope": "true pairs",
     "adjacent": "adjacent dimensions",
     "single": "single dimensions",
@@ -292,12 +295,8 @@ def _grid(
     better: Better = layout.get("better") or ("low" if lower_is_better(str(names[0])) else "high")
     metrics = tuple(names) if "metric" in (*dimensions["row"], *dimensions["column"]) and "unit" not in layout else ()
     labels: dict[Any, str] = {**LABELS, **(place.printed if place else {})}
-    title = ", ".join(
-        [
-            *(_told(key, part, labels) for key, part in zip(dimensions["panel"], panel, strict=True)),
-            *_list(layout.get("title")),
-        ]
-    )
+    parts = [_told(key, part, labels) for key, part in zip(dimensions["panel"], panel, strict=True)]
+    title = ", ".join([*parts, *_list(layout.get("title"))])
     return Grid(
         title, keys, profile, "/".join(dimensions["row"]), "/".join(dimensions["column"]), rows, columns, cells,
         layout.get("unit") or unit(str(names[0])), better, metric, metrics,
