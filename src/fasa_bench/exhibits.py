@@ -357,6 +357,8 @@ def _paper_value(
         found = (
             place.find(**wanted, method=name) if "method" not in wanted else place.find(**{**wanted, "method": name})
         )
+        if len(found) > 1:  # a data set's score, and what else the paper says of it
+            found = [value for value in found if value.metric == metric]
         if len(found) == 1:
             return found[0]
     return None

@@ -152,7 +152,7 @@ class Site:
         site = resources.files("fasa_bench.site") / "static"
         made: dict[str, bytes] = {f"static/{item.name}": item.read_bytes() for item in site.iterdir() if item.is_file()}
         texts = {
-            "index.html": self._page("index.html", claims=self.claims, pages=self.pages),
+            "index.html": self._overview(),
             "runs.html": self._page("runs.html", views=self.views),
             "examples.html": self._page("examples.html", views=[view for view in self.views if view.has_rows]),
             "findings.html": self._findings(),
@@ -165,6 +165,12 @@ class Site:
         }
         made |= {name: text.encode("utf-8", "backslashreplace") for name, text in texts.items()}
         return dict(sorted({**made, **self.copies}.items()))
+
+    def _overview(self) -> str:
+        verdicts = [claim.own_verdict for claim in self.claims]
+        own = {verdict: verdicts.count(verdict) for verdict in claims.BY_PAPER}
+        answered = sum(bool(claim.ours) for claim in self.claims)
+        return self._page("index.html", claims=self.claims, own=own, answered=answered, pages=self.pages)
 
     def _exhibit(self, page: ExhibitPage, index: int) -> str:
         others = [self.pages[other] if 0 <= other < len(self.pages) else None for other in (index - 1, index + 1)]
@@ -199,7 +205,7 @@ class Site:
         templates.globals |= {
             "navigation": PAGES,
             "arxiv": ARXIV,
-            "built": _built(),
+            "built": built(),
             "PROFILES": cells.PROFILES,
             "VERDICTS": cells.VERDICTS,
             "STATES": cells.STATES,
@@ -224,7 +230,7 @@ def _pairs(values: Iterable[str]) -> list[tuple[str, str]]:
     return [(value, value) for value in values]
 
 
-def _built() -> str:
+def built() -> str:
     """The date that SOURCE_DATE_EPOCH gives, or nothing."""
     given = os.environ.get("SOURCE_DATE_EPOCH", "")
     if not given:

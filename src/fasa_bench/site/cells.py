@@ -197,14 +197,14 @@ def _paper(value: Value | None, digits: int) -> str:
     if value is None:
         return ""
     if value.value is not None:
-        return f"{value.value:,.{digits}f}" if value.confidence == "exact" else f"{value.value:,g}"
+        return f"{value.value:,.{digits}f}" if value.how == "printed" else f"{value.value:,g}"
     low, high = value.low, value.high
     return f"at most {high:g}" if low is None else f"at least {low:g}" if high is None else f"{low:g} to {high:g}"
 
 
 def _decimals(value: Value | None) -> int:
     """Of a printed number; those that were read off a drawing have none to speak of."""
-    if value is None or value.value is None or value.confidence != "exact":
+    if value is None or value.value is None or value.how != "printed":
         return 0
     return len(f"{value.value:g}".partition(".")[2])
 

@@ -103,7 +103,8 @@
   const offer = () => {  // the scores that the shown runs have, most frequent first
     const counts = new Map(), before = form.elements.y.value;
     for (const point of visible()) for (const name of Object.keys(point.scores)) counts.set(name, (counts.get(name) ?? 0) + 1);
-    const names = [...counts.keys()].sort((a, b) => counts.get(b) - counts.get(a) || a.localeCompare(b, "en"));
+    const average = name => name.startsWith("avg") ? 0 : 1;
+    const names = [...counts.keys()].sort((a, b) => counts.get(b) - counts.get(a) || average(a) - average(b) || a.localeCompare(b, "en"));
     form.elements.y.replaceChildren(...names.map(name => { const option = document.createElement("option"); option.textContent = option.value = name; return option; }));
     if (names.includes(before)) form.elements.y.value = before;
     draw();
