@@ -352,7 +352,7 @@ def test_the_command_draws_figures_that_no_run_is_of(tmp_path: Path, capsys: pyt
     assert main(["figures", "--results-dir", str(tmp_path), "--only", *names]) == 0
     written = capsys.readouterr().out.split()
     assert written == [
-        str(tmp_path / "figures" / f"{name}.{kind}") for name, kind in itertools.product(names, ("pdf", "png", "json"))
+        str(tmp_path / "figures" / f"{name}.{kind}") for name, kind in itertools.product(names, ("png", "pdf", "json"))
     ]
     assert all(Path(path).stat().st_size > 100 for path in written)
     with pytest.raises(UserError, match=r"--only='figure18'.*figure1, figure2"):
