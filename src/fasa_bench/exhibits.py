@@ -203,12 +203,13 @@ class Stored:
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self.runs = list(runs)
-        self._by_name: dict[tuple[str, str], list[Run]] = {}
+        self._by_name: dict[tuple[str, ...], list[Run]] = {}
         for run in self.runs:
-            self._by_name.setdefault((run.name("model"), run.name("task")), []).append(run)
+            self._by_name.setdefault((run.name("model"), run.name("task"), run.name("method")), []).append(run)
 
     def find(self, planned: Planned) -> Run | None:
-        return planned.find(self._by_name.get((planned.given["model"], planned.given["task"]), ()))
+        name = (planned.given["model"], planned.given["task"], planned.get("method"))
+        return planned.find(self._by_name.get(name, ()))
 
     def difference(self, run: Run, metric: str) -> Difference | None:
         return self._differences.get(run.folder, {}).get(metric)
