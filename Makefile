@@ -11,7 +11,8 @@ BENCH_GPU := $(RESULTS)/bench-gpu
 PROFILE ?= mini
 TIMED := task=latency budget=256 logger=none results_dir=$(BENCH)
 
-.PHONY: setup demo test lint tables figures report test-report reproduce bench bench-gpu bench-sweep clean
+.PHONY: setup demo test test-slurm test-ray lint tables figures report test-report reproduce bench bench-gpu bench-sweep
+.PHONY: clean
 
 setup: $(READY)
 
@@ -27,6 +28,15 @@ demo: setup  ## full KV and four sparse methods on the embedded model and task; 
 
 test: setup
 	$(BIN)/python -m pytest
+
+test-slurm: setup  ## a sweep through a one-node Slurm on this machine (Debian: munge slurmctld slurmd slurm-client)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[slurm]'
+	$(BIN)/python -m pytest tests/clusters/on_slurm.py
+
+test-ray: setup  ## a sweep through a one-node Ray cluster on this machine
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[ray]'
+	$(BIN)/python -m pip install --quiet --no-deps hydra-ray-launcher==1.2.2  # its own pins exclude joblib and need boto3
+	$(BIN)/python -m pytest tests/clusters/on_ray.py
 
 lint: setup
 	$(BIN)/ruff check .
@@ -60,12 +70,12 @@ bench: setup  ## speed on this machine's CPU, measured anew: one layer, whole st
 	$(BIN)/python run.py $(TIMED) method=fasa_m task.prefill=0 task.steps=16
 	$(BIN)/python benchmarks/filling.py --out $(BENCH)/filling.json
 	$(BIN)/python -m fasa_bench.report tables --results-dir $(BENCH)
-	$(BIN)/python -m fasa_bench.report figures --results-dir $(BENCH)
+	$(BIN)/python -m fasa_bench.report figures --results-dir $(BENCH) --only figure3 figure7
 
 bench-gpu: setup  ## the same on a CUDA GPU for Llama-3.1-8B's shape, and the kernels by themselves; under 8 minutes
 	$(BIN)/python benchmarks/gpu.py --out $(BENCH_GPU)/gpu.json
 	[ ! -d $(BENCH_GPU)/runs ] || $(BIN)/python -m fasa_bench.report tables --results-dir $(BENCH_GPU)
-	[ ! -d $(BENCH_GPU)/runs ] || $(BIN)/python -m fasa_bench.report figures --results-dir $(BENCH_GPU)
+	[ ! -d $(BENCH_GPU)/runs ] || $(BIN)/python -m fasa_bench.report figures --results-dir $(BENCH_GPU) --only figure3 figure7
 
 bench-sweep: setup  ## one sweep against the same 24 runs one by one, on LongBench; DATA: settings such as task.data_dir=FOLDER
 	$(BIN)/python benchmarks/sweep.py --out $(RESULTS)/bench-sweep $(DATA)

@@ -1,8 +1,8 @@
 """How well single frequency chunks, and a few of them together, know what a head attends to (FASA, Sec. 3).
 
-Contextual agreement (CA) of every chunk, kept as an artefact beside the rows (Figures 1, 8-13, Tables 6 and 10); shares of
-dominant and other chunks (Table 9); how they do on a head's best and not so good tokens (Table 11); and the agreement of
-the best chunks together, of StreamingLLM, SnapKV and of chance (Table 1). docs/analyses.md tells what is how.
+Contextual agreement (CA) of every chunk, kept as an artefact beside the rows (Figures 1 and 8 to 13, Tables 6 and 10);
+shares of dominant and other chunks (Table 9); how they do on a head's best and next best tokens (Table 11); and the
+agreement of the best chunks together, of StreamingLLM, SnapKV and of chance (Table 1). More in docs/analyses.md.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class CalibrationTask(SampledTask):
     """Parameters, besides those of the texts
     k: size of CA's top-K sets. pairing: which dimensions make a chunk.
     methods: {name: a method's config} whose choice is compared with the head's own best tokens, at each of `budgets`
-        tokens; one that has `n_tip` is taken with each of `n_tips`, numbers of chunks or shares of all, which it chooses
-        by the calibration of the run and not by the texts at hand.
+        tokens (but those too small for it); one that has `n_tip` is taken with each of `n_tips`, numbers of chunks or
+        shares of all, which it chooses by the calibration of the run and not by the texts at hand.
     dominant_above, non_dominant_below: the CA of dominant and of non-dominant chunks.
     band_ends: where bands of the head's K best tokens end: shares of K, or ranks.
     band_dominant_above: the CA that is dominant for the bands; band_skip_layers: layers that they leave out;
@@ -58,8 +58,8 @@ class CalibrationTask(SampledTask):
         "band_skip_layers": "authors' code skips layers 0 to 2; ours none",
         "band_most": "authors' code at most 100 a layer; ours all",
         "n_tips": "paper 8 to 16 of 64; ours the same shares",
-        "methods": "paper does not say how the sets of SnapKV and StreamingLLM come about; ours: by the methods, on the "
-        "full-KV model's queries; SnapKV evicts at each step, so that it holds no more than the budget",
+        "methods": "paper does not say how the sets of SnapKV and StreamingLLM come about; ours: by the methods, on "
+        "the full-KV model's queries; SnapKV evicts at each step, so that it holds no more than the budget",
     }
 
     k: int = 256
@@ -158,7 +158,7 @@ class AgreementStudy(Study):
             (f"{COMPOUND}/{name}/budget={budget}", budget): Shadow(method, prefilled.budgets(method, budget))
             for name, method in self._compared.items()
             for budget in self.task.budgets
-            if max(budget, method.smallest_budget()) == budget
+            if budget >= method.smallest_budget()
         }
         return AgreementOf(self.task, job.model, shadows, self.observes())
 

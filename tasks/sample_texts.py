@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -31,10 +32,10 @@ Ids = list[int]
 @dataclass
 class SampledTask(Task):
     """Parameters
-    sources: where the texts come from. docs: the part of Python's documentation that methods are calibrated on, from its
-        end, while calibration begins at its beginning; docs_evaluated: the part that tasks score; stdlib: source code of
-        Python's library; math500, and LongBench's data sets by their names: prompts of examples; or a text file, or a
-        folder of them.
+    sources: where the texts come from. docs: the part of Python's documentation that methods are calibrated on, from
+        its end, since calibration begins at its beginning; docs_evaluated: the part that tasks score; stdlib: source
+        code of Python's library; math500, and LongBench's data sets by their names: prompts of examples; or a text
+        file, or a folder of them.
     n_samples: texts from each source. prefill: tokens of a text's dense pass, the usual begin token included; longer
         prompts lose their middle. decode: the steps that are observed.
     queries: what is decoded. forced: the text's own next tokens, of a prompt its last ones; generated: what the model
@@ -134,7 +135,7 @@ class SampledTask(Task):
     def _texts(self, model: Model, source: str) -> Iterator[tuple[str, Ids]]:
         """Name and ids of each text, begin token included."""
         if source == "math500":
-            yield from _prompts(Math500(data_file=self.data_file).examples(model, None))
+            yield from _prompts(Math500(data_file=self.data_file, max_new_tokens=1).examples(model, None))
         elif source in DATA_SETS:
             task = self._longbench(source)
             yield from _prompts(task.examples(model, None))
@@ -142,11 +143,8 @@ class SampledTask(Task):
         else:
             begin = model.tokenizer("")["input_ids"]
             size = self._size - len(begin)
-            found = [(name, _tokens(model, text)) for name, text in _documents(source)]
-            if source == "docs":
-                found = [(name, ids[len(ids) % size :]) for name, ids in found]
-            windows = list(_windows(found, size))
-            yield from ((name, begin + ids) for name, ids in (windows[::-1] if source == "docs" else windows))
+            windows = _windows(list(_documents(source)), size, partial(_tokens, model), backwards=source == "docs")
+            yield from ((name, begin + ids) for name, ids in windows)
 
     def _longbench(self, source: str) -> LongBench:
         return LongBench(datasets=[source], data_dir=self.data_dir, prompts_file=self.prompts_file)
@@ -182,13 +180,24 @@ def _documents(source: str) -> Iterable[tuple[str, str]]:
     return (text for name, path in find(source, None) for text in read(name, path))
 
 
-def _windows(documents: list[tuple[str, Ids]], size: int) -> Iterator[tuple[str, Ids]]:
-    """Pieces of `size` ids: the first of each document, then the second of each; what is left over is not used."""
-    for number in range(max((len(ids) // size for _, ids in documents), default=0)):
-        for name, ids in documents:
-            piece = ids[number * size : (number + 1) * size]
-            if len(piece) == size:
-                yield f"{name}/{number}", piece
+def _windows(
+    documents: list[tuple[str, str]], size: int, tokens: Callable[[str], Ids], backwards: bool
+) -> Iterator[tuple[str, Ids]]:
+    """Pieces of `size` ids: the first of each document, then the second of each, and so on; backwards: from its end."""
+    ids_of = cache(lambda name: tokens(dict(documents)[name]))  # only of the documents that are asked for
+    names = [name for name, _ in documents]
+    for number in itertools.count():
+        long_enough = []
+        for name in names:
+            ids = ids_of(name)
+            if len(ids) < (number + 1) * size:
+                continue
+            long_enough.append(name)
+            start = len(ids) - (number + 1) * size if backwards else number * size
+            yield f"{name}/{number}", ids[start : start + size]
+        names = long_enough
+        if not names:
+            return
 
 
 def _prompts(examples: Iterator[Example]) -> Iterator[tuple[str, Ids]]:

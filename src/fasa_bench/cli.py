@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from fasa_bench.runner import Job
 
 
-# Hydra's launchers that come with plugins, and the extra that installs each
+# Hydra's launchers that come with plugins, and what installs each
 LAUNCHERS = {
-    "hydra/launcher/joblib": "processes",
-    "hydra/launcher/submitit_slurm": "slurm",
-    "hydra/launcher/ray": "ray",
+    "hydra/launcher/joblib": "pip install 'fasa-bench[processes]'",
+    "hydra/launcher/submitit_slurm": "pip install 'fasa-bench[slurm]'",
+    "hydra/launcher/ray": "pip install 'fasa-bench[ray]' && pip install --no-deps hydra-ray-launcher",
 }
 
 
@@ -80,12 +80,14 @@ def job(cfg: DictConfig) -> None:
 def run_jobs(configs: Sequence[tuple[str, DictConfig]], quiet: bool = False) -> list[End]:
     """Run named jobs, those that share model and task together. A failure is told at once and stops no other job.
 
+    One among several whose config is refused gets a run folder that says so; a single one is only told.
     quiet: in a worker: whoever gets what is returned tells it on standard output.
     """
-    from fasa_bench import group, runner  # here, so that --help and Hydra's own errors come without loading torch
+    from fasa_bench import group, refused, runner  # here: --help and Hydra's own errors come without loading torch
     from fasa_bench.reproduce import expanded
 
     jobs: list[Job] = []
+    named: list[tuple[str, DictConfig]] = []
     ends: list[End] = []
 
     def report(name: str, folder: Path | None, error: Exception | None) -> None:
@@ -98,10 +100,16 @@ def run_jobs(configs: Sequence[tuple[str, DictConfig]], quiet: bool = False) -> 
 
     for label, composed in configs:
         try:
-            for name, cfg in expanded(label, composed):
-                jobs.append(runner.Job.of(cfg, name))
+            named += expanded(label, composed)
         except Exception as error:
             report(label, None, error)
+    for name, cfg in named:
+        try:
+            jobs.append(runner.Job.of(cfg, name))
+        except Exception as error:
+            if quiet or len(named) > 1:
+                refused.keep(cfg, error)
+            report(name, None, error)
     groups = group.grouped(jobs)
     jobs.clear()
     while groups:  # popped, so that one model's weights are free before the next one's are loaded
@@ -129,8 +137,8 @@ def explain(error: Exception) -> str:
         group, _, name = error.missing_cfg_file.rpartition("/")
         known = ", ".join(option for option in error.options if not option.startswith("_"))
         return str(UserError.of(group, name, f"must be one of {known}"))
-    if isinstance(error, MissingConfigException) and (extra := LAUNCHERS.get(error.missing_cfg_file or "")):
-        return f"{error.missing_cfg_file} is not installed: pip install 'fasa-bench[{extra}]' (docs/sweeps.md)"
+    if isinstance(error, MissingConfigException) and (install := LAUNCHERS.get(error.missing_cfg_file or "")):
+        return f"{error.missing_cfg_file} is not installed: {install} (docs/sweeps.md)"
     cause = error.__cause__
     if isinstance(cause, OmegaConfBaseException) and isinstance(cause.parent_node, DictConfig):
         known = ", ".join(str(key) for key in cause.parent_node if key not in ("hydra", "_target_"))

@@ -118,7 +118,7 @@ def task_size(planned: Planned) -> Size:
     if task == "ppl":
         return Size(config["task.windows"] or 60, config["task.prefill"], config["task.decode"])
     if task == "stdlib":
-        return Size(15, config["task.context"], 60)
+        return Size(min(3, limit or 3) + 2 * min(6, limit or 6), config["task.context"], 60)
     if task == "latency":
         batches, contexts = len(config["task.batches"]), len(config["task.contexts"])
         return Size(batches * contexts, 0, 3 * config["task.steps"])

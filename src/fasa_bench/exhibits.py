@@ -9,9 +9,9 @@ rows, columns: names that are no settings of runs but parts of a metric's name, 
     in that name: with metric "compound_ca/{row}/budget={column}" one run fills a whole grid. `row` and `column` are
     then the keys that the paper's values have these names under.
 derived: a function of fasa_bench.derived makes the grids, where a cell takes more than a look at one run.
-where: settings a run must have to be part of this layout. unit, better (high | low): what the metric does not tell.
-paper: by metric, what the paper's values call it where they differ, e.g. {speed-up 64K: {metric: speedup, context:
-    65536}}.
+title: what tells its grids from those of other layouts. where: settings a run must have to be part of it.
+unit, better (high | low): what the metric does not tell.
+paper: by metric, what the paper's values call it where they differ: {speed-up 64K: {metric: speedup, context: 65536}}.
 draw: how figures draw it (fasa_bench.drawings): curves if not said.
 average: a metric that is the mean over the columns, added as the last one; the mean is taken here where a run lacks it.
 """
@@ -39,21 +39,8 @@ Key = tuple[Any, ...]
 PAPER_KEYS = {"calibration.k": "calibration_k", "calibration.text": "calibration", "method.n_tip": "n_tip"}
 PAPER_KEYS |= {"task.corpus": "dataset", "task.contexts": "context"}
 PAPER_METHODS = {"fasa_c": ("fasa", "fasa_c")}  # the paper says FASA where time and memory do not matter
-LAYOUT = {
-    "panel",
-    "row",
-    "column",
-    "rows",
-    "columns",
-    "values",
-    "metric",
-    "where",
-    "unit",
-    "better",
-    "average",
-    "title",
-}
-LAYOUT |= {"paper", "draw", "derived"}
+LAYOUT = {"panel", "row", "column", "rows", "columns", "values", "metric", "where", "unit", "better", "average"}
+LAYOUT |= {"paper", "draw", "derived", "title"}
 
 
 @dataclass(frozen=True)
@@ -185,8 +172,20 @@ LABELS = {
     "aime24": "AIME24",
     "pg19": "PG19",
     "wikitext": "WikiText",
+    "c4": "C4",
     "c4_en": "C4",
     "avg_table2": "AVG.",
+    "qasper": "Qasper",
+    "narrativeqa": "NarrativeQA",
+    "multifieldqa_en": "MultiFieldQA-en",
+    "multifieldqa_zh": "MultiFieldQA-zh",
+    "hotpotqa": "HotpotQA",
+    "2wikimqa": "2WikiMQA",
+    "musique": "MuSiQue",
+    "gov_report": "GovReport",
+    "dureader": "DuReader",
+    "trec": "TREC",
+    "lcc": "LCC",
     "query_head": "query head",
     "kv_head": "KV head",
     "code_similarity": "code similarity",
@@ -202,12 +201,13 @@ class Stored:
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self.runs = list(runs)
-        self._by_name: dict[tuple[str, str], list[Run]] = {}
+        self._by_name: dict[tuple[str, ...], list[Run]] = {}
         for run in self.runs:
-            self._by_name.setdefault((run.name("model"), run.name("task")), []).append(run)
+            self._by_name.setdefault((run.name("model"), run.name("task"), run.name("method")), []).append(run)
 
     def find(self, planned: Planned) -> Run | None:
-        return planned.find(self._by_name.get((planned.given["model"], planned.given["task"]), ()))
+        name = (planned.given["model"], planned.given["task"], planned.get("method"))
+        return planned.find(self._by_name.get(name, ()))
 
     def difference(self, run: Run, metric: str) -> Difference | None:
         return self._differences.get(run.folder, {}).get(metric)
@@ -294,7 +294,8 @@ def _grid(
     better: Better = layout.get("better") or ("low" if lower_is_better(str(names[0])) else "high")
     metrics = tuple(names) if "metric" in (*dimensions["row"], *dimensions["column"]) and "unit" not in layout else ()
     labels: dict[Any, str] = {**LABELS, **(place.printed if place else {})}
-    title = ", ".join(_told(key, part, labels) for key, part in zip(dimensions["panel"], panel, strict=True))
+    parts = [_told(key, part, labels) for key, part in zip(dimensions["panel"], panel, strict=True)]
+    title = ", ".join([*parts, *_list(layout.get("title"))])
     return Grid(
         title, keys, profile, "/".join(dimensions["row"]), "/".join(dimensions["column"]), rows, columns, cells,
         layout.get("unit") or unit(str(names[0])), better, metric, metrics,
@@ -354,6 +355,8 @@ def _paper_value(
         found = (
             place.find(**wanted, method=name) if "method" not in wanted else place.find(**{**wanted, "method": name})
         )
+        if len(found) > 1:  # a data set's score, and what else the paper says of it
+            found = [value for value in found if value.metric == metric]
         if len(found) == 1:
             return found[0]
     return None

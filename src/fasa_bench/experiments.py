@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,7 @@ class Planned:
             return self.given[key]
         return flatten(self.config).get(key)
 
-    @property
+    @cached_property
     def config(self) -> dict[str, Any]:
         """The sections that tell runs apart, composed. The model's is left out: it changes none of the others.
 
@@ -99,9 +99,13 @@ class Planned:
         budget = run.summary.get("budget") if run.summary else run.config.get("budget")
         if budget is not None and budget != self.given["budget"]:
             return False
-        wanted = _identity(self.config)
+        wanted = self._identity
         stored = _identity({key: run.config.get(key) for key in SECTIONS})
         return all(stored[key] == value for key, value in wanted.items() if key in stored)
+
+    @cached_property
+    def _identity(self) -> dict[str, Any]:
+        return _identity(self.config)
 
     def find(self, runs: Iterable[Run]) -> Run | None:
         """The stored run that comes nearest: of the same scale, then complete, then with the most examples."""

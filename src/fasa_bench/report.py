@@ -1,6 +1,6 @@
 """Tables, figures and the site of stored runs; reads run folders only, never a model.
 
-python -m fasa_bench.report show|tables|figures|report|wandb [--results-dir results] [--figure-name NAME] [RUN ...]
+python -m fasa_bench.report show|tables|figures|report|wandb [--results-dir results] [--only FIGURE ...] [RUN ...]
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import argparse
 import logging
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -100,20 +100,22 @@ def write_tables(results_dir: str | Path, runs: Sequence[Run] | None = None) -> 
     return [_write(Path(results_dir) / "tables" / name, text.encode()) for name, text in files.items()]
 
 
-def write_figures(results_dir: str | Path, runs: Sequence[Run] | None = None, name: str = "runs") -> list[Path]:
-    """Write figures/<name>.pdf and .png: scores and decode time over tokens read; returns the paths.
+def write_figures(
+    results_dir: str | Path, runs: Sequence[Run] | None = None, name: str | None = None, only: Sequence[str] = ()
+) -> list[Path]:
+    """Write the figures of conf/experiment, or of those the ones that `only` names; returns the paths.
 
-    Timings have no scores: of them, figure3 and figure7 are written.
+    name: write figures/<name>.pdf and .png instead, scores and decode time of all runs over the tokens that they read.
     """
-    from fasa_bench import figures, latency_figures  # not at the top: tables need no matplotlib
+    from fasa_bench import drawings, figures  # not at the top: tables need no matplotlib
 
-    runs = _some(results_dir, runs)
-    scored, measured = [run for run in runs if not is_timing(run)], timings(runs)
-    files = {} if measured and not scored else figures.draw(grouped(scored))
-    drawn = {f"{name}.{kind}": data for kind, data in files.items()}
-    if measured:
-        drawn |= latency_figures.draw(measured)
-    return [_write(Path(results_dir) / "figures" / file, data) for file, data in drawn.items()]
+    if name is None:
+        runs = report_runs(results_dir) if runs is None else runs
+        drawn: Iterable[tuple[str, bytes]] = drawings.draw(runs, results_dir, only)
+    else:
+        groups = grouped(run for run in _some(results_dir, runs) if not is_timing(run))
+        drawn = ((f"{name}.{kind}", data) for kind, data in figures.draw(groups).items())
+    return [_write(Path(results_dir) / "figures" / file, data) for file, data in drawn]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -124,7 +126,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("what", choices=["tables", "figures", "report", "wandb", "show"])
     parser.add_argument("folders", nargs="*", metavar="RUN_FOLDER", help="only these runs (default: all)")
     parser.add_argument("--results-dir", default="results", help="where runs are, and tables/ and figures/ go")
-    parser.add_argument("--figure-name", default="runs", help="name of the figure's files, without ending")
+    parser.add_argument("--only", nargs="+", default=[], metavar="FIGURE", help="figures: these, such as figure4")
+    parser.add_argument("--figure-name", metavar="NAME", help="figures: one of all runs, of this name, and no other")
     options = parser.parse_intermixed_args(arguments)
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     try:
@@ -142,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             print(publish(options.results_dir, runs))
         else:
-            print(*write_figures(options.results_dir, runs, options.figure_name), sep="\n")
+            print(*write_figures(options.results_dir, runs, options.figure_name, options.only), sep="\n")
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -132,7 +132,7 @@ class RunStore:
         row is never there without them. Raises ValueError for a row without id or with one that is stored already,
         UserError when it cannot be written; the file then ends with the last whole row.
         """
-        row = plain(row)
+        row = dict(plain(row))
         key = row.get("id")
         if not isinstance(key, str) or key in self.done:
             raise ValueError(f"the id of a row must be a new string, not {key!r}")

@@ -100,4 +100,4 @@ def say_not_run(ax: Axes, what: str = NOT_RUN) -> None:
 def footnote(figure: Figure | SubFigure, parts: Iterable[str], width: float = PAGE) -> None:
     """Small print below everything, wrapped to the figure's width in inches."""
     text = "; ".join(part for part in parts if part)
-    figure.supxlabel("\n".join(textwrap.wrap(text, int(27 * width))), fontsize=5.5, color=GREY)
+    figure.supxlabel("\n".join(textwrap.wrap(text, int(21 * width))), fontsize=5.5, color=GREY)
