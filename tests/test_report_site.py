@@ -130,6 +130,8 @@ def test_the_overview_has_every_claim_and_the_state_of_every_exhibit(trees: dict
     assert loss[2:5] == ["at most 0.7 points", "1.10 pointsTable 2, largest of the models", "no"]
     assert "-25.0 points [-25.0, -25.0]" in loss[5]  # full KV's code less FASA's
     assert loss[6].startswith("The paper's own numbers do not give it. Llama3.1-8B: holds.")
+    (quest,) = [line for line in claims if line[0].startswith("what Quest loses")]
+    assert "Llama3.1-8B: measured, but the claim's number is another model's." in quest[6]
     (speed,) = [line for line in claims if line[0].startswith("speedup of FASA-C at 64K")]
     assert (speed[4], speed[5]) == ("unsure", "not run")
     (states,) = tables(trees["index.html"], "State of each")

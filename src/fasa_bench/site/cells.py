@@ -124,7 +124,7 @@ def _all(grid: Grid) -> list[tuple[Any, Any]]:
 
 
 def _grid(exhibit: Exhibit, grid: Grid) -> GridView:
-    title = grid.title or exhibit.title
+    title = grid.title or "all models"
     digits = max((_decimals(cell.paper) for cell in grid.cells.values()), default=0)
     lines = []
     for row in grid.rows:
