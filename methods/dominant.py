@@ -50,6 +50,11 @@ def chunk_mask(agreement: Tensor, units: Tensor, count: int, head_dim: int) -> T
     return torch.zeros(*agreement.shape[:2], head_dim).scatter(2, dims, 1.0)
 
 
+def mean_of_group(agreement: Tensor, kv_heads: int) -> Tensor:
+    """Agreement of the query heads of a KV head, averaged: [layers, Hq, chunks] -> [layers, H, chunks]."""
+    return agreement.unflatten(1, (kv_heads, -1)).mean(2)
+
+
 def highest_of_group(products: Tensor, kv_heads: int) -> Tensor:
     """The highest score that one of the query heads of a KV head gives: [B, b, Hq, q, C] -> [B, b, H, q, C]."""
     grouped = products.unflatten(2, (kv_heads, -1))

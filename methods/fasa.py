@@ -18,7 +18,7 @@ from fasa_bench.cache import KVLayer
 from fasa_bench.clock import stage
 from fasa_bench.errors import UserError
 from fasa_bench.method import TopTokens, group_softmax, resolve_count
-from fasa_bench.methods.dominant import dominant_dimensions, highest_of_group
+from fasa_bench.methods.dominant import dominant_dimensions, highest_of_group, mean_of_group
 from fasa_bench.methods.fused import Backend, Kernels, use_kernels
 from fasa_bench.rope import Pairing
 from fasa_bench.split import in_one
@@ -74,8 +74,7 @@ class FasaC(TopTokens):
         count = resolve_count("method.n_tip", self.n_tip, len(units))
         agreement = calibration.agreement(model, self.pairing)  # [layers, Hq, chunks]
         if self.fc_granularity == "kv_head":
-            shared = agreement.unflatten(1, (heads, -1)).mean(2, keepdim=True)
-            agreement = shared.expand(-1, -1, agreement.shape[1] // heads, -1).flatten(1, 2)
+            agreement = mean_of_group(agreement, heads).repeat_interleave(agreement.shape[1] // heads, dim=1)
         self._layers = dominant_dimensions(agreement, units, count, heads, model.rope.head_dim)
         share = "none" if self.token_granularity == "query_head" else self.share
         self._kernels = Kernels(share, self.sinks, self.recent)
