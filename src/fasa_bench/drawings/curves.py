@@ -31,6 +31,7 @@ FULL = "fkv"
 ALL, UNKNOWN = "all", "?"  # where the paper's numbers for all budgets stand, and those of unknown ones
 SEVERAL = 3  # times: scores that lie farther apart than this get a logarithmic axis, if they are no percentages
 JOINT = " · "
+X_LABELS = {"budget": "budget, tokens", "distance": "distance, tokens"}
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def draw(exhibit: Exhibit, place: Place | None) -> Drawing:
                 if grid is grids[0]:
                     ax.set_ylabel(_unit(grid))
                 if all(len(below) <= grids.index(grid) for below in lines[index + 1 :]):  # the lowest one
-                    ax.set_xlabel("budget, % of the prompt" if _is_ratio(grid) else "budget, tokens")
+                    ax.set_xlabel(_x_label(grid))
         handles = _handles(exhibit, series, bool(all_told))
         fitting = max(2, int(width / (0.45 + 0.045 * max(len(str(handle.get_label())) for handle in handles))))
         even = math.ceil(len(handles) / math.ceil(len(handles) / fitting))  # lines of the same length
@@ -141,14 +142,14 @@ def _panel(ax: Axes, grid: Grid, told: Sequence[Told], exhibit: Exhibit, series:
     """Draw one panel; returns its part of the record."""
     title = grid.title
     ratio = _is_ratio(grid)
-    budgets = [float(column) for column in grid.columns]
+    budgets = _places(grid)
     extra = [at for at in (ALL, UNKNOWN) if any(each.at == at for each in told)]
     places = {at: _beyond(budgets, 1 + place, ratio) for place, at in enumerate(extra)}
     points: list[dict[str, Any]] = []
     curves = [name for name in series.names if not _is_full(name)]
     for row in grid.rows:
         style, name = series.look(row), exhibit.label(row)
-        cells = [(float(column), grid.cell(row, column)) for column in grid.columns]
+        cells = [(at, grid.cell(row, column)) for at, column in zip(budgets, grid.columns, strict=True)]
         found = [(at, cell) for at, cell in cells if cell.value is not None]
         points += [
             {
@@ -266,6 +267,10 @@ def _their_point(ax: Axes, told: Told, at: Any, style: Look) -> None:
 def _axes(ax: Axes, grid: Grid, budgets: Sequence[float], places: dict[str, float]) -> None:
     ratio = _is_ratio(grid)
     ends = [*budgets, *places.values()]
+    if _is_named(grid):
+        ax.set_xlim(-0.5, len(budgets) - 0.5)
+        ax.set_xticks(budgets, [str(column) for column in grid.columns])
+        return
     if ratio:
         step = (max(budgets) - min(budgets)) / 12
         ax.set_xlim(min(ends) - step, max(ends) + step)
@@ -378,8 +383,24 @@ def _unit(grid: Grid) -> str:
     return f"{'score, %' if grid.unit == '%' else grid.unit} {arrow}"
 
 
+def _x_label(grid: Grid) -> str:
+    if _is_ratio(grid):
+        return "budget, % of the prompt"
+    return X_LABELS.get(grid.column_key, grid.column_key.rpartition(".")[2].replace("_", " "))
+
+
 def _is_ratio(grid: Grid) -> bool:
     return all(isinstance(column, float) for column in grid.columns)
+
+
+def _is_named(grid: Grid) -> bool:
+    """Whether columns are names, which stand side by side, and no numbers."""
+    return any(isinstance(column, str) for column in grid.columns)
+
+
+def _places(grid: Grid) -> list[float]:
+    """Where the columns stand on the axis."""
+    return [float(place if _is_named(grid) else column) for place, column in enumerate(grid.columns)]
 
 
 def _beyond(budgets: Sequence[float], steps: int, ratio: bool) -> float:
@@ -390,6 +411,6 @@ def _beyond(budgets: Sequence[float], steps: int, ratio: bool) -> float:
 
 def _shifted(at: float, places: float, budgets: Sequence[float], ratio: bool) -> float:
     """So that intervals at one budget stand side by side."""
-    if ratio:
+    if ratio or min(budgets) <= 0:  # shares, or names
         return at + places * (max(budgets) - min(budgets)) / 120
     return at * 2.0 ** (0.06 * places)
