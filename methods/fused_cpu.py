@@ -8,6 +8,7 @@ import logging
 import torch
 from torch import Tensor
 
+from fasa_bench.attention import register_dense
 from fasa_bench.cache import KVLayer
 from fasa_bench.clock import spent
 from fasa_bench.compiled import NoLibraryError, shared_library
@@ -34,6 +35,13 @@ def _load() -> str | None:
         log.warning("no compiled CPU kernels, PyTorch's operations do the same more slowly: %s", error)
         return str(error)
     return None
+
+
+def _dense(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    return cpu.dense_step(query[:, :, 0], keys, values, scale)[:, None]
+
+
+register_dense(lambda like: _dense if missing(like) is None and cpu.takes(like) else None)
 
 
 class CpuKernels:

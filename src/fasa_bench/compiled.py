@@ -19,7 +19,6 @@ import torch
 from filelock import FileLock
 
 from fasa_bench.errors import UserError
-from fasa_bench.paths import cache_folder
 
 COMPILERS = ("c++", "g++", "clang++")  # the first that is there, unless CXX names one
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC", "-w")
@@ -43,8 +42,10 @@ def shared_library(source: Path) -> Path:
         raise NoLibraryError(f"{source.name} is not installed")
     compiler = _compiler()
     try:
+        from fasa_bench.paths import cache_folder  # of what not every machine with a GPU has
+
         folder = cache_folder("compiled")
-    except UserError as error:
+    except (ImportError, UserError) as error:
         raise NoLibraryError(str(error)) from error
     target = folder / f"{source.stem}-{_key(source, compiler)}.so"
     with FileLock(f"{target}.lock", timeout=2 * SECONDS):  # a second process waits for the first one's
