@@ -37,11 +37,12 @@ class Case:
         blocks = -(-tokens // cpu.BLOCK) + 1
         self.query = torch.randn(batch, heads * group, dim)
         self.order = torch.stack([torch.randperm(dim) for _ in range(heads)])
-        self.lead = torch.full((blocks, batch, heads, width, cpu.BLOCK), 1e3)  # must not matter behind the last token
-        self.tail = torch.full((batch, heads, blocks * cpu.BLOCK, 2 * dim - width), torch.nan)
+        self.lead = torch.randn(blocks, batch, heads, width, cpu.BLOCK)
+        self.tail = torch.randn(batch, heads, blocks * cpu.BLOCK, 2 * dim - width)
+        behind = torch.arange(blocks * cpu.BLOCK).view(blocks, -1) >= tokens  # which must not matter
+        self.lead.masked_fill_(behind[:, None, None, None], 1e3)
+        self.tail[:, :, tokens:] = torch.nan
         self.mask = (torch.rand(heads * group, width) < 0.6).float() if masked else None
-        for slot in range(tokens):
-            cpu.append(*torch.randn(2, batch, heads, dim).unbind(), self.order, self.lead, self.tail, slot)
 
     def workspace(self, share: cpu.Share) -> cpu.Workspace:
         blocks, batch, heads, width, _ = self.lead.shape

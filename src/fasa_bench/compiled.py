@@ -69,7 +69,8 @@ def _compiler() -> str:
 
 def _key(source: Path, compiler: str) -> str:
     """Of all that the library depends on; a cache folder may be shared by different machines."""
-    parts = [source.read_text("utf-8"), " ".join((*FLAGS, WIDE)), _run(compiler, "--version")]
+    files = [source, *sorted(source.parent.glob("*.h"))]
+    parts = [*(file.read_text("utf-8") for file in files), " ".join((*FLAGS, WIDE)), _run(compiler, "--version")]
     parts += [_run(compiler, "-march=native", "-E", "-dM", "-x", "c++", os.devnull), torch.__version__]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
