@@ -30,7 +30,7 @@ class Dominant:
         self.mask, self.order, self.lead = mask, order, lead
         heads = len(order)
         ordered = mask.unflatten(0, (heads, -1)).gather(3, order[:, None, None].expand(-1, len(mask) // heads, -1, -1))
-        self.lead_mask = ordered.flatten(0, 1)[..., :lead]
+        self.lead_mask = ordered.flatten(0, 1)[..., :lead].contiguous()
         self.shared = bool(self.lead_mask.all())
 
     @classmethod
