@@ -57,7 +57,8 @@ class FasaAdaptive(FasaC):
         super().prepare(model, calibration)
         if self.n_tip_rule == "uniform":
             return
-        units, kv_heads = model.rope.units(self.pairing), model.config.num_key_value_heads
+        units, config = model.rope.units(self.pairing), model.config
+        kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         agreement = calibration.agreement(model, self.pairing)
         heads = agreement.shape[1]
         if self.fc_granularity == "kv_head":
