@@ -118,10 +118,10 @@ def task_size(planned: Planned) -> Size:
     if task == "ppl":
         return Size(config["task.windows"] or 60, config["task.prefill"], config["task.decode"])
     if task == "stdlib":
-        return Size(15, config["task.context"], 60)
+        return Size(min(3, limit or 3) + 2 * min(6, limit or 6), config["task.context"], 60)
     if task == "latency":
         batches, contexts = len(config["task.batches"]), len(config["task.contexts"])
         return Size(batches * contexts, 0, 3 * config["task.steps"])
     lengths = [config.get(f"task.{key}") or 0 for key in ("prefill", "decode")]
-    samples = (config.get("task.samples") or 1) * len(config.get("task.texts") or [1])
+    samples = (config.get("task.n_samples") or 1) * len(config.get("task.sources") or [1])
     return Size(samples, lengths[0], lengths[1])

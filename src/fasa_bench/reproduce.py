@@ -74,6 +74,9 @@ def data_overrides(planned: Planned, data: Path | None) -> list[str]:
         path = data / pattern.replace("{task.corpus}", CORPUS_FOLDERS.get(corpus, corpus))
         if path.exists() and path != data / "ppl":
             found.append(f'{key}="{path.resolve()}"')
+    if text := planned.given.get("calibration.text"):  # a data set's name
+        paths = [data / folder / f"{text}.jsonl" for folder in ("longbench", ".")]
+        found += [f'calibration.text="{path.resolve()}"' for path in paths if path.is_file()][:1]
     return found
 
 
