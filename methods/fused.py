@@ -48,11 +48,14 @@ class Kernels:
 
     def layout(self, layer: KVLayer) -> Layout | None:
         """How a layer's leading dimensions are to lie, which is going to be split."""
-        return None if layer.padded else LAYOUTS.get(resolve(self.backend, layer.segments[0].tensors[0]))
+        if layer.padded or not layer.is_plain or layer.packing.bits < 16:
+            return None
+        keys, values = layer.keys, layer.values
+        return LAYOUTS.get(resolve(self.backend, keys)) if keys.shape == values.shape else None
 
     def step(self, layer: KVLayer, query: Tensor, dominant: Dominant) -> tuple[Tensor, int] | None:
         """As fasa_bench.method.Method.step; None where PyTorch's operations have to do."""
-        name = resolve(self.backend, query) if layer.is_split else "torch"
+        name = resolve(self.backend, query) if layer.is_split and layer.is_plain else "torch"
         if name == "torch":
             return None
         with stage("kernels"):
@@ -60,7 +63,7 @@ class Kernels:
 
     def select(self, layer: KVLayer, query: Tensor, dominant: Dominant) -> Tensor | None:
         """As fasa_bench.method.Method.select, of a layer whose other rows lie elsewhere; None as above."""
-        if not layer.is_split or resolve(self.backend, query) != "cpp":
+        if not (layer.is_split and layer.is_plain) or resolve(self.backend, query) != "cpp":
             return None
         with stage("kernels"):
             return self._cpu.select(layer, query, dominant)

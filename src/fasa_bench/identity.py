@@ -52,7 +52,7 @@ def identity_of(
         "model": model.identity(),
         "method": {"class": type(method).__qualname__, **asdict(method)},
         "task": {"class": type(task).__qualname__, **task.identity(), "data": task.fingerprint()},
-        "calibration": calibration.identity() if method.uses_calibration else None,
+        "calibration": calibration.identity() if method.uses_calibration or task.uses_calibration else None,
         "cache": asdict(packing) if packing.bits < 16 else None,
         "protocol": asdict(protocol),
         "budget": budget,

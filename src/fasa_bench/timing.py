@@ -43,9 +43,9 @@ def begin(session: Session, prompt_ids: Sequence[int], timing: Timing, observe: 
     ids = torch.tensor(prompt_ids).expand(timing.batch, -1)
     with _refusing():
         one = session.prefill(ids[:, :16])  # the pass's warm-up as well
-        token = sum(layer.keys[:, :, 0].nbytes + layer.values[:, :, 0].nbytes for layer in one.cache.layers)
+        token = sum(layer.keys[:, :, 0].nbytes + layer.values[:, :, 0].nbytes for layer in one.cache.full)
         # the prompt's; of those that append all but one, which goes on in the prompt's; transformers'
-        faster = faster_dense(one.cache.layers[0].keys) is not None
+        faster = faster_dense(one.cache.full[0].keys) is not None
         copies = 2 + (timing.baseline and faster) + timing.plain
         del one
         _check_room(session, int(SPARE * copies * token * (timing.context + reserve)))
