@@ -25,10 +25,11 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from fasa_bench.attention import Reading, forward, reading
-from fasa_bench.cache import Cache, KVLayer
+from fasa_bench.cache import KVLayer
 from fasa_bench.clock import synchronise
 from fasa_bench.environment import environment
 from fasa_bench.method import Method
+from fasa_bench.model_cache import Cache
 from fasa_bench.roofline import bandwidth
 from fasa_bench.segments import product
 

@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 def dominant_dimensions(agreement: Tensor, units: Tensor, count: int, kv_heads: int, head_dim: int) -> list[Dominant]:
-    """For each layer, the dimensions of the `count` chunks with the highest agreement [layers, Hq, chunks].
+    """For each of the layers, the dimensions of the `count` chunks with the highest agreement [layers, Hq, chunks].
 
-    units [chunks, s]: the dimensions of each chunk.
+    units [chunks, s]: the dimensions of each chunk, -1 for none.
     """
     return [Dominant.of(mask, kv_heads) for mask in chunk_mask(agreement, units, count, head_dim)]
 
@@ -46,8 +46,13 @@ class Dominant:
 def chunk_mask(agreement: Tensor, units: Tensor, count: int, head_dim: int) -> Tensor:
     """1 on the dimensions of the `count` chunks with the highest agreement: [layers, Hq, chunks] -> [layers, Hq, d]."""
     best = agreement.topk(count, dim=-1).indices
-    dims = units[best].flatten(2)
-    return torch.zeros(*agreement.shape[:2], head_dim).scatter(2, dims, 1.0)
+    dims = units[best].flatten(2) % (head_dim + 1)  # none goes behind the last
+    return torch.zeros(*agreement.shape[:2], head_dim + 1).scatter(2, dims, 1.0)[..., :head_dim]
+
+
+def mean_of_group(agreement: Tensor, kv_heads: int) -> Tensor:
+    """Agreement of the query heads of a KV head, averaged: [layers, Hq, chunks] -> [layers, H, chunks]."""
+    return agreement.unflatten(1, (kv_heads, -1)).mean(2)
 
 
 def highest_of_group(products: Tensor, kv_heads: int) -> Tensor:

@@ -18,9 +18,10 @@ from fasa_bench.cache import KVLayer
 from fasa_bench.clock import stage
 from fasa_bench.errors import UserError
 from fasa_bench.method import TopTokens, group_softmax, resolve_count
-from fasa_bench.methods.dominant import dominant_dimensions, highest_of_group
+from fasa_bench.methods.dominant import dominant_dimensions, highest_of_group, mean_of_group
 from fasa_bench.methods.fused import Backend, Kernels, use_kernels
 from fasa_bench.rope import Pairing
+from fasa_bench.softmax import biased
 from fasa_bench.split import in_one
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class FasaC(TopTokens):
     share: what a token is then worth: the mean over the heads of the softmax of their scores, or the largest TIP
         score that one of the heads gives it.
     sinks, recent: first and newest tokens that are always among the budget.
+    position_bias: in a model with ALiBi, add its bias to the scores of the chunks; it takes no key to know it.
     backend: triton for the kernels of one sequence or batch, torch for everything; auto takes the kernels on CUDA.
     """
 
@@ -50,6 +52,7 @@ class FasaC(TopTokens):
     share: Share = "softmax"
     sinks: int = 0
     recent: int = 0
+    position_bias: bool = True
     backend: Backend = "auto"
 
     uses_calibration: ClassVar[bool] = True
@@ -61,6 +64,7 @@ class FasaC(TopTokens):
         "share": "paper and authors' code share nothing; max is faster than the mean softmax and finds fewer pass keys",
         "sinks": "paper and authors' code none",
         "recent": "paper and authors' code none (the current token is a candidate); fasa_plus 16",
+        "position_bias": "ALiBi models only; the paper does not say; ours with the bias",
         "dense_layers": "authors' code keeps layer 0 dense on Llama; the paper does not say so; ours none",
     }
 
@@ -70,13 +74,16 @@ class FasaC(TopTokens):
                 raise UserError.of(f"method.{key}", getattr(self, key), "must be at least 0")
 
     def prepare(self, model: Model, calibration: Calibration) -> None:
-        units, heads = model.rope.units(self.pairing), model.config.num_key_value_heads
+        units, config = model.rope.units(self.pairing), model.config
+        heads = (
+            getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        )  # no KV heads: a family's MHA
         count = resolve_count("method.n_tip", self.n_tip, len(units))
         agreement = calibration.agreement(model, self.pairing)  # [layers, Hq, chunks]
         if self.fc_granularity == "kv_head":
-            shared = agreement.unflatten(1, (heads, -1)).mean(2, keepdim=True)
-            agreement = shared.expand(-1, -1, agreement.shape[1] // heads, -1).flatten(1, 2)
-        self._layers = dominant_dimensions(agreement, units, count, heads, model.rope.head_dim)
+            agreement = mean_of_group(agreement, heads).repeat_interleave(agreement.shape[1] // heads, dim=1)
+        dominant = dominant_dimensions(agreement, units, count, heads, model.rope.head_dim)
+        self._layers = dict(zip(model.rope.layers, dominant, strict=True))
         share = "none" if self.token_granularity == "query_head" else self.share
         self._kernels = Kernels(share, self.sinks, self.recent)
 
@@ -111,9 +118,11 @@ class FasaC(TopTokens):
                 products = layer.lead_dot(layer.query_parts(query)[0], whole=query.shape[2] == 1)
             else:
                 products = layer.lead_dot(layer.query_parts(query)[0] * dominant.lead_mask)
+            if self.position_bias and layer.slopes is not None:
+                products = biased(layer, in_one(products, layer.length), layer.scale)[None]
             if self.token_granularity == "kv_head" and self.share == "max":
                 products = highest_of_group(products, layer.heads)
             scores = in_one(products, layer.length)
             if self.token_granularity == "kv_head" and self.share == "softmax":
-                scores = group_softmax(scores, layer, visible)
+                scores = group_softmax(scores, layer, visible, position_bias=False)  # it is there already
             return scores

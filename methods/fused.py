@@ -33,10 +33,10 @@ class Kernels:
         self._counts: dict[tuple[object, ...], Tensor] = {}
 
     def step(self, layer: KVLayer, query: Tensor, dominant: Dominant) -> tuple[Tensor, int] | None:
-        """As fasa_bench.method.Method.step."""
+        """As fasa_bench.method.Method.step; None, too, for a softmax with sinks or a soft cap."""
         budget, heads = layer.budget, query.shape[1]
         assert budget is not None
-        if query.shape[2] > 1 or heads // layer.heads > MOST_HEADS:
+        if query.shape[2] > 1 or heads // layer.heads > MOST_HEADS or not layer.is_plain:
             return None
         rows = layer.read_split(budget * (heads if self.share == "none" else layer.heads))
         if rows is None:

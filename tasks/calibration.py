@@ -85,7 +85,8 @@ class CalibrationTask(SampledTask):
         if self.k >= self.prefill + self.decode:
             allowed = f"must be less than task.prefill + task.decode ({self.prefill + self.decode})"
             raise UserError.of("task.k", self.k, allowed)
-        self.built = {name: build(f"task.methods.{name}", given, Method) for name, given in self.methods.items()}
+        built = {name: build(f"task.methods.{name}", given, Method) for name, given in self.methods.items()}
+        self.built = built if self.budgets else {}
 
     @property
     def uses_calibration(self) -> bool:

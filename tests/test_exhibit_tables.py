@@ -392,7 +392,8 @@ def test_markdown_by_hand(small: Exhibit) -> None:
         "|  | − full KV | -1.50 [-3.00, 0.25] p=0.125 |  |",
         "",
         "In brackets: 95 % bootstrap interval over examples. "
-        "− full KV: paired by example, with its 95 % interval and the p of a two-sided permutation test. "
+        "− full KV: ours less full KV's on the same examples, with the difference's own 95 % interval. "
+        "p: two-sided paired permutation test. "
         "≈: read off a drawing, or its row was inferred. †: some examples are missing. "
         "*: the paper's number is outside our interval.",
         "",
@@ -406,10 +407,11 @@ def test_markdown_by_hand(small: Exhibit) -> None:
 
 def test_latex_by_hand(small: Exhibit) -> None:
     latex = exhibit_tables.latex(small)
-    assert r"\caption{Table 2: A \& B. A model. In \%, higher is better." in latex
-    assert r"FASA & ours & 48.5\textdagger{} [38.0, 58.0] & not run \\" in latex
+    assert r"\caption{A \& B (Table 2 of the paper). A model. In \%, higher is better." in latex
+    assert r"FASA & ours & 48.5\textdagger{} [38, 58] & not run \\" in latex
+    assert r" & $-$ full KV & -1.5 [-3.0, 0.2] &  \\" in latex
     assert r" & paper & $\approx$$\ge$10 & 52 \\" in latex
-    assert r"a caveat\_1\par" in latex
+    assert r"A caveat\_1.\par" in latex
     assert r"\begin{tabular}{llrr}" in latex
     assert latex.count(r"\toprule") == latex.count(r"\bottomrule") == latex.count(r"\resizebox") == 1
 

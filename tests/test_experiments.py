@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fasa_bench import cli, reproduce
+from fasa_bench.calibration import Calibration
 from fasa_bench.errors import UserError
 from fasa_bench.estimate import cost, task_size, total
 from fasa_bench.exhibits import Cell, Stored, build
 from fasa_bench.experiments import Experiment, load_experiments
 from fasa_bench.reproduce import Clock, configs, data_overrides, given, main, plan
-from fasa_bench.store import find_runs
+from fasa_bench.store import Run, find_runs
 
 SMALL: dict[str, Any] = {"task": "stdlib", "model": "tiny", "task.parts": [["perplexity"]], "task.windows": 1}
 SMALL |= {"task.context": 64, "task.decode": 8}
@@ -73,6 +75,26 @@ def test_the_cost_of_a_run_by_hand() -> None:
     assert total(both) == pytest.approx(shared)  # prompts are shared: not twice the prompt pass
 
 
+def test_a_calibration_text_is_told_by_its_name_wherever_it_lies(tmp_path: Path) -> None:
+    """And what it holds is taken from the key that data sets have their text under."""
+    path = tmp_path / "qasper.jsonl"
+    path.write_text('{"context": "One.", "input": "?"}\n\n{"text": "Two."}\n', "utf-8")
+    entry = {"task": "stdlib", "method": "fasa", "calibration.text": ["qasper", "lcc"]}
+    mine, other = Experiment("x", "", {}, {"mini": [entry]}).plan("mini")
+    stored = deepcopy(mine.config)
+    stored["calibration"]["text"] = str(path)
+    summary = {"model": "smollm2_135m", "method": "fasa_c", "task": "stdlib", "budget": 256}
+    run = Run(tmp_path, stored, summary, [], {})
+    assert mine.matches(run)
+    assert not other.matches(run)
+    assert Calibration(text=str(path)).sample == "One.\n\nTwo."
+    path.write_text('{"words": "One."}\n', "utf-8")
+    with pytest.raises(
+        UserError, match=r"calibration.text=.*qasper.jsonl.* must be a text file, or a .jsonl whose rows"
+    ):
+        _ = Calibration(text=str(path)).sample
+
+
 def test_data_below_one_folder(tmp_path: Path) -> None:
     (tmp_path / "ppl" / "c4").mkdir(parents=True)
     [planned] = Experiment("x", "", {}, {"mini": [{"task": "ppl", "task.corpus": "c4_en"}]}).plan("mini")
@@ -80,6 +102,9 @@ def test_data_below_one_folder(tmp_path: Path) -> None:
     assert data_overrides(planned, None) == []
     [planned] = Experiment("x", "", {}, {"mini": [{"task": "math500"}]}).plan("mini")
     assert data_overrides(planned, tmp_path) == []  # not there: the hub has it
+    (tmp_path / "math500.jsonl").touch()
+    [planned] = Experiment("x", "", {}, {"mini": [{"task": "ppl", "calibration.text": "math500"}]}).plan("mini")
+    assert data_overrides(planned, tmp_path) == [f'calibration.text="{tmp_path / "math500.jsonl"}"']
 
 
 def test_runs_are_found_again_and_only_by_their_own_settings(tmp_path: Path) -> None:

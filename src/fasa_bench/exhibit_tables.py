@@ -17,13 +17,15 @@ from typing import Any
 
 from fasa_bench.exhibits import Cell, Exhibit, Grid
 from fasa_bench.paper import Value
+from fasa_bench.statistics import Difference
 from fasa_bench.store import Run
 from fasa_bench.tables import difference, lower_is_better, number, span
 from fasa_bench.typeset import booktabs, markdown_table
 
 WIDE = 8  # tables of more columns than that are turned: their columns become rows
 PROFILE = {"paper": "The paper's models", "mini": "The embedded model"}
-AGAINST = "− full KV: paired by example, with its 95 % interval and the p of a two-sided permutation test."
+AGAINST = "− full KV: ours less full KV's on the same examples, with the difference's own 95 % interval."
+P_VALUE = "p: two-sided paired permutation test."
 OUTSIDE = "*: the paper's number is outside our interval."
 LEGEND = {"≈": "≈: read off a drawing, or its row was inferred.", "?": "?: sources of the paper's number disagree."}
 LEGEND |= {"†": "†: some examples are missing.", "*": OUTSIDE}
@@ -66,11 +68,13 @@ def markdown(exhibit: Exhibit) -> str:
 
 def latex(exhibit: Exhibit) -> str:
     parts = ["% needs \\usepackage{booktabs,graphicx}"]
+    of_paper = f" ({exhibit.name} of the paper)" if exhibit.name != exhibit.title else ""
     for index, grid in enumerate(_measured_first(exhibit)):
-        header, groups = _lines(exhibit, grid)
+        header, groups = _lines(exhibit, grid, brief=True)
         legend = _legend(grid, [row for group in groups for row in group])
-        caption = f"{_title(exhibit)}. {_heading(grid)}. {_unit(grid)}{_agreement(grid)} {' '.join(legend)}"
-        parts.append(booktabs(header, groups, _align(header), caption.strip(), [] if index else exhibit.notes))
+        caption = f"{exhibit.title}{of_paper}. {_heading(grid)}. {_unit(grid)}{_agreement(grid)}"
+        notes = [*legend, *([] if index else map(_sentence, exhibit.notes))]
+        parts.append(booktabs(header, groups, _align(header), caption, notes))
     return "\n".join(parts)
 
 
@@ -131,6 +135,10 @@ def _title(exhibit: Exhibit) -> str:
     return exhibit.title if exhibit.name == exhibit.title else f"{exhibit.name}: {exhibit.title}"
 
 
+def _sentence(note: str) -> str:
+    return f"{note[0].upper()}{note[1:]}."
+
+
 def _heading(grid: Grid) -> str:
     return f"{grid.title or PROFILE[grid.profile]}{': not run' if grid.is_empty else ''}"
 
@@ -150,8 +158,8 @@ def _agreement(grid: Grid) -> str:
     return f" The paper's number lies in our 95 % interval in {verdicts.count('agrees')} of {len(verdicts)} cells."
 
 
-def _lines(exhibit: Exhibit, grid: Grid) -> tuple[list[str], list[Group]]:
-    """Header, and the lines of each row; a wide grid is turned."""
+def _lines(exhibit: Exhibit, grid: Grid, brief: bool = False) -> tuple[list[str], list[Group]]:
+    """Header, and the lines of each row; a wide grid is turned. brief: with fewer digits, and without p."""
     turned = len(grid.columns) > WIDE
     outer, inner = (grid.columns, grid.rows) if turned else (grid.rows, grid.columns)
 
@@ -161,19 +169,19 @@ def _lines(exhibit: Exhibit, grid: Grid) -> tuple[list[str], list[Group]]:
 
     header = [_corner(grid, turned), ""]
     for place in inner:
-        header.append(_label(exhibit, grid, place) + _count(cell(line, place)[2] for line in outer))
+        header.append(_label(exhibit, grid, place) + _count(cell(line, place)[2] for line in outer if line not in grid.units))
     groups = []
     for line in outer:
         found = [cell(line, place) for place in inner]
         cells = [one for _, _, one in found]
         units = [grid.unit_of(row, column) for row, column, _ in found]
-        group = [["ours", *(_ours(one, unit) for one, unit in zip(cells, units, strict=True))]]
+        group = [["ours", *(_ours(one, unit, brief) for one, unit in zip(cells, units, strict=True))]]
         if any(one.paper for one in cells):
             group.append(["paper", *(_papers(one.paper) for one in cells)])
         if any(_above(one) is not None for one in cells):
             group.append(["ours − paper", *(_above_text(one, unit) for one, unit in zip(cells, units, strict=True))])
         if any(one.difference for one in cells):
-            group.append(["− full KV", *(difference(one.difference) if one.difference else "" for one in cells)])
+            group.append(["− full KV", *(_difference(one.difference, brief) for one in cells)])
         label = _label(exhibit, grid, line)
         groups.append([[label if index == 0 else "", *texts] for index, texts in enumerate(group)])
     if all(len(group) == 1 for group in groups):  # all are ours
@@ -206,21 +214,34 @@ def _count(cells: Iterator[Cell]) -> str:
     return f" (n={span(counts)})" if counts else ""
 
 
-def _ours(cell: Cell, unit: str) -> str:
+def _ours(cell: Cell, unit: str, brief: bool) -> str:
     if cell.value is None:
         return cell.state if cell.state in ("not run", "not given") else "not run"
     text = _number(cell.value, unit) + ("†" if cell.state == "partial" else "")
-    return (
-        text
-        if cell.low is None or cell.high is None
-        else f"{text} [{_number(cell.low, unit)}, {_number(cell.high, unit)}]"
-    )
+    if cell.low is None or cell.high is None:
+        return text
+    low, high = (_short(value, unit) if brief else _number(value, unit) for value in (cell.low, cell.high))
+    return f"{text} [{low}, {high}]"
+
+
+def _difference(found: Difference | None, brief: bool) -> str:
+    if not found:
+        return ""
+    value, low, high = (found[key] for key in ("difference", "ci_low", "ci_high"))
+    if not brief or value is None or low is None:
+        return difference(found)
+    text = [number(None if part is None else float(part), 2) for part in (value, low, high)]
+    return f"{'+' if value > 0 else ''}{text[0]} [{text[1]}, {text[2]}]"
+
+
+def _short(value: float, unit: str) -> str:
+    return number(float(value), 2 if unit in ("%", "points") else 3)
 
 
 def _number(value: float, unit: str) -> str:
     """Per cent as the paper prints them, tokens whole, the rest with the digits that tell something."""
     if unit in ("%", "points"):
-        return f"{value:.1f}" if abs(value) >= 1 or value == 0 else f"{value:.2f}"
+        return f"{value:.1f}" if abs(value) >= 1 or abs(value) < 0.005 else f"{value:.2f}"
     if unit == "tokens":
         return f"{value:,.0f}"
     return number(float(value), 3 if unit in ("ms", "ratio", "times") else 4)
@@ -261,5 +282,6 @@ def _legend(grid: Grid, rows: Sequence[Sequence[str]]) -> list[str]:
     cells = [cell for row in rows for cell in row[1:]]
     told = [f"In brackets: {grid.interval}."] if any("[" in cell for cell in cells) else []
     told += [AGAINST] if "− full KV" in cells else []
+    told += [P_VALUE] if any(" p=" in cell or " p<" in cell for cell in cells) else []
     told += [text for sign, text in LEGEND.items() if any(sign in cell for cell in cells)]
     return [" ".join(told)] if told else []

@@ -24,16 +24,19 @@ def calibration_text() -> str:
 
 
 def sample_of(path: Path) -> str:
-    """A text file; of a .jsonl the texts of all rows, one after the other. Raises UserError if it holds none."""
+    """A text file; of a .jsonl the texts of all rows, one after the other. Raises UserError for any other file."""
+    wanted = f"must be a text file, or a .jsonl whose rows have one of {', '.join(TEXTS)}"
     try:
         content = path.read_text(encoding="utf-8")
         if path.suffix != ".jsonl":
             return content
         rows = [json.loads(line) for line in content.splitlines() if line.strip()]
-        return "\n\n".join(next(row[key] for key in TEXTS if row.get(key)) for row in rows)
-    except (OSError, ValueError, AttributeError, StopIteration) as error:
-        wanted = f"must be a text file, or a .jsonl whose rows have one of {', '.join(TEXTS)}"
-        raise UserError.of("calibration.text", str(path), f"{wanted} ({error or 'none'})") from error
+        texts = [next((row[key] for key in TEXTS if row.get(key)), None) for row in rows]
+    except (OSError, ValueError, AttributeError) as error:
+        raise UserError.of("calibration.text", str(path), f"{wanted} ({error})") from error
+    if not texts or None in texts:
+        raise UserError.of("calibration.text", str(path), wanted)
+    return "\n\n".join(map(str, texts))
 
 
 @cache

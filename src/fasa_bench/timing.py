@@ -42,7 +42,7 @@ def begin(session: Session, prompt_ids: Sequence[int], timing: Timing, observe: 
     ids = torch.tensor(prompt_ids).expand(timing.batch, -1)
     with _refusing():
         one = session.prefill(ids[:, :16])  # the pass's warm-up as well
-        token = sum(layer.keys[:, :, 0].nbytes + layer.values[:, :, 0].nbytes for layer in one.cache.layers)
+        token = sum(layer.keys[:, :, 0].nbytes + layer.values[:, :, 0].nbytes for layer in one.cache.full)
         del one
         copies = 2 + timing.plain  # the prompt's, the method's or full KV's where both append, transformers'
         _check_room(session, int(SPARE * copies * token * (timing.context + reserve)))

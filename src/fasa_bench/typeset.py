@@ -38,7 +38,7 @@ def booktabs(
     lines = [
         r"\begin{table*}[tp]",
         r"\centering\scriptsize\setlength{\tabcolsep}{3pt}",
-        rf"\caption{{{tex(caption)}}}",
+        rf"\caption{{{tex(caption)}}}\smallskip",
         FITTED,
         rf"\begin{{tabular}}{{{align}}}",
         r"\toprule",
