@@ -20,15 +20,16 @@ def page_bounds(keys: Tensor, page: int) -> tuple[Tensor, Tensor]:
     return paged.amin(3), paged.amax(3)
 
 
-def bounded(layer: KVLayer, scores: Tensor, page: int, tokens: int) -> Tensor:
-    """Bounds of products made bounds of logits where ALiBi adds to them, most to a page's newest token.
+def bounded(layer: KVLayer, scores: Tensor, page: int, recent: int) -> Tensor:
+    """Bounds of products [b, H, G, pages] as [b, Hq, pages], and of logits where ALiBi adds to them.
 
-    scores [b, Hq, pages] over the first so many tokens; the same without ALiBi.
+    The bias adds most to the newest token of a page; pages are made of all but the `recent` newest tokens.
     """
+    scores = scores.flatten(1, 2)
     if layer.slopes is None:
         return scores
     newest = torch.arange(1, scores.shape[-1] + 1, device=scores.device) * page - 1
-    slots = newest.clamp(max=tokens - 1).expand(len(scores), 1, -1)
+    slots = newest.clamp(max=layer.length - recent - 1).expand(len(scores), 1, -1)
     return biased(layer, scores, layer.scale, layer.positions_of(slots))
 
 

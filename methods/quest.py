@@ -107,8 +107,7 @@ class Quest(Method):
             )
         layer.read_bytes += least.nbytes + most.nbytes
         grouped = query[:, :, 0].unflatten(1, (layer.heads, -1))  # [b, H, G, d]
-        scores = (grouped.clamp(min=0) @ most.mT + grouped.clamp(max=0) @ least.mT).flatten(1, 2)
-        return bounded(layer, scores, self.page, layer.length - self.recent)
+        return bounded(layer, grouped.clamp(min=0) @ most.mT + grouped.clamp(max=0) @ least.mT, self.page, self.recent)
 
     def _full_pages(self, layer: KVLayer) -> tuple[Tensor, Tensor]:
         """Bounds of all full pages, two of [b, H, pages, d]; those that filled up since the last call are added."""

@@ -9,9 +9,10 @@ rows, columns: names that are no settings of runs but parts of a metric's name, 
     in that name: with metric "compound_ca/{row}/budget={column}" one run fills a whole grid. `row` and `column` are
     then the keys that the paper's values have these names under.
 derived: a function of fasa_bench.derived makes the grids, where a cell takes more than a look at one run.
-where: settings a run must have to be part of this layout. unit, better (high | low): what the metric does not tell.
+title: what tells its grids from those of other layouts. where: settings a run must have to be part of it.
+unit, better (high | low): what the metric does not tell.
 paper: by metric, what the paper's values call it where they differ: {speed-up 64K: {metric: speedup, context: 65536}}.
-draw: how figures draw it (fasa_bench.drawings): curves if not said. title: added to the panels' names.
+draw: how figures draw it (fasa_bench.drawings): curves if not said.
 average: a metric that is the mean over the columns, added as the last one; the mean is taken here where a run lacks it.
 """
 
