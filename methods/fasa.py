@@ -3,8 +3,8 @@
 Paper: arXiv 2602.03152, Sec. 4, Alg. 1. Offline, contextual agreement (CA) ranks the frequency chunks (FCs) of each
 query head; at each step the best `n_tip` of them score all cached tokens, and the head attends to the best `budget`
 tokens at their original positions. This is FASA-C: the cache stays whole on the device and less of it is read.
-fasa_c and fasa are the paper's settings; fasa_plus is ours: a KV head's query heads share FCs and tokens, and the newest
-tokens are always among the budget.
+fasa_c and fasa are the paper's settings; fasa_plus is ours: FCs and tokens shared by the query heads of a KV head, and
+the newest tokens always among the budget.
 """
 
 from __future__ import annotations
