@@ -30,7 +30,7 @@ class Dominant:
         self.mask, self.order, self.lead = mask, order, lead
         heads = len(order)
         ordered = mask.unflatten(0, (heads, -1)).gather(3, order[:, None, None].expand(-1, len(mask) // heads, -1, -1))
-        self.lead_mask = ordered.flatten(0, 1)[..., :lead]
+        self.lead_mask = ordered.flatten(0, 1)[..., :lead].contiguous()
         self.shared = bool(self.lead_mask.all())
 
     @classmethod
@@ -67,6 +67,11 @@ def chunk_mask(agreement: Tensor, units: Tensor, count: int, head_dim: int) -> T
     best = agreement.topk(count, dim=-1).indices
     dims = units[best].flatten(2) % (head_dim + 1)  # none goes behind the last
     return torch.zeros(*agreement.shape[:2], head_dim + 1).scatter(2, dims, 1.0)[..., :head_dim]
+
+
+def mean_of_group(agreement: Tensor, kv_heads: int) -> Tensor:
+    """Agreement of the query heads of a KV head, averaged: [layers, Hq, chunks] -> [layers, H, chunks]."""
+    return agreement.unflatten(1, (kv_heads, -1)).mean(2)
 
 
 def highest_of_group(products: Tensor, kv_heads: int) -> Tensor:

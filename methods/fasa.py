@@ -3,8 +3,8 @@
 Paper: arXiv 2602.03152, Sec. 4, Alg. 1. Offline, contextual agreement (CA) ranks the frequency chunks (FCs) of each
 query head; at each step the best `n_tip` of them score all cached tokens, and the head attends to the best `budget`
 tokens at their original positions. This is FASA-C: the cache stays whole on the device and less of it is read.
-fasa_c and fasa are the paper's settings; fasa_plus is ours: FCs and tokens shared by the query heads of a KV head, and
-the newest tokens always among the budget.
+fasa_c and fasa are the paper's settings; fasa_plus is ours: a KV head's query heads share FCs and tokens, and the
+newest tokens are always among the budget.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from fasa_bench.cache import KVLayer
 from fasa_bench.clock import stage
 from fasa_bench.errors import UserError
 from fasa_bench.method import TopTokens, group_softmax, resolve_count
-from fasa_bench.methods.dominant import dominant_dimensions, highest_of_group
-from fasa_bench.methods.fused import Backend, Kernels, use_kernels
+from fasa_bench.methods.dominant import dominant_dimensions, highest_of_group, mean_of_group
+from fasa_bench.methods.fused import Backend, Kernels
+from fasa_bench.near import Prefetch
 from fasa_bench.rope import Pairing
 from fasa_bench.split import in_one
 
@@ -41,7 +42,8 @@ class FasaC(TopTokens):
         score that one of the heads gives it.
     sinks, recent: first and newest tokens that are always among the budget.
     position_bias: with ALiBi, add the bias to the chunks' scores; it takes no key to know it.
-    backend: triton for the kernels of one sequence or batch, torch for everything; auto takes the kernels on CUDA.
+    backend: who computes a step: triton (on CUDA) or cpp (compiled, on a CPU in float32), kernels for one sequence or
+        batch without padding; torch for everything. auto: the kernels where they can be had.
     """
 
     n_tip: int | float = 0.25
@@ -78,12 +80,11 @@ class FasaC(TopTokens):
         count = resolve_count("method.n_tip", self.n_tip, len(units))
         agreement = calibration.agreement(model, self.pairing)  # [layers, Hq, chunks]
         if self.fc_granularity == "kv_head":
-            shared = agreement.unflatten(1, (heads, -1)).mean(2, keepdim=True)
-            agreement = shared.expand(-1, -1, agreement.shape[1] // heads, -1).flatten(1, 2)
+            agreement = mean_of_group(agreement, heads).repeat_interleave(agreement.shape[1] // heads, dim=1)
         dominant = dominant_dimensions(agreement, units, count, heads, model.rope.head_dim)
         self._layers = dict(zip(model.rope.layers, dominant, strict=True))
         share = "none" if self.token_granularity == "query_head" else self.share
-        self._kernels = Kernels(share, self.sinks, self.recent)
+        self._kernels = Kernels(self.backend, share, self.sinks, self.recent)
 
     def prefill(self, layer: KVLayer, query: Tensor | None) -> None:
         if layer.budget is not None and layer.length >= layer.budget and layer.index not in self.dense_layers:
@@ -92,14 +93,11 @@ class FasaC(TopTokens):
     def step(self, layer: KVLayer, query: Tensor) -> tuple[Tensor, int] | None:
         if not layer.is_split:  # until now everything was read, as full KV does
             self._split(layer)
-        if not (layer.is_split and use_kernels(self.backend, query)):
-            return None
-        with stage("kernels"):
-            return self._kernels.step(layer, query, self._layers[layer.index].on(query))
+        return self._kernels.step(layer, query, self._layers[layer.index].on(query))
 
-    def _split(self, layer: KVLayer) -> None:
+    def _split(self, layer: KVLayer, offload: Prefetch | None = None) -> None:
         dominant = self._layers[layer.index]
-        layer.split(dominant.order, dominant.lead, use_kernels(self.backend, layer.positions))
+        layer.split(dominant.order, dominant.lead, self._kernels.layout(layer), offload)
 
     def smallest_budget(self) -> int:
         return self.sinks + max(self.recent, 1)

@@ -11,7 +11,7 @@ from hydra import compose, initialize_config_dir
 from torch import Tensor
 
 from fasa_bench.cache import KVLayer
-from fasa_bench.calibration import AgreementRecorder, Calibration, contextual_agreement, kth_largest, load, save
+from fasa_bench.calibration import AgreementRecorder, Calibration, contextual_agreement, load, save
 from fasa_bench.errors import UserError
 from fasa_bench.models import Model, ModelSpec
 from fasa_bench.runner import Job
@@ -53,10 +53,29 @@ def test_a_case_small_enough_to_see() -> None:
     assert found.flatten().tolist() == [1.0, 0.0]
 
 
-def test_kth_largest() -> None:
-    scores = torch.randn(3, 5, 40)
-    for k in (1, 13, 40):
-        assert torch.equal(kth_largest(scores, k), scores.sort(dim=-1, descending=True).values[..., k - 1 : k])
+def test_of_ties_no_more_than_k_count() -> None:
+    """Half precision makes many: each chunk has K best tokens, however many score alike."""
+    keys = torch.ones(1, 1, 9, 4)
+    keys[0, 0, 0] = 2.0
+    found = contextual_agreement(torch.ones(1, 1, 1, 4), keys, HALF, 3)
+    assert (found <= 1).all()
+    assert (found >= 1 / 3).all()
+
+
+def test_agreement_by_bands_of_the_best_tokens() -> None:
+    """Five tokens, K = 4, ranked 0 1 2 3 4 by the head; chunk 0 has 0 1 2 4 as its best, chunk 1 all but token 0."""
+    keys = torch.tensor([[9.0, 0], [7, 1], [5, 2], [1, 5], [3, -8]]) @ torch.eye(2)
+    keys = torch.stack([keys[:, 0], keys[:, 1], torch.zeros(5), torch.zeros(5)], dim=1)
+    keys[0, 1] = -9  # the last of chunk 1
+    query = torch.tensor([1.0, 1, 0, 0])[None, None, None]
+    keys[0, 0] = 18  # yet the first of all
+    layer = KVLayer(0)
+    layer.append(keys[None, None], keys[None, None], torch.arange(5)[None])
+    recorder = AgreementRecorder("calibration", units=HALF, k=4, ends=(1, 3, 4))
+    recorder.decoded(layer, query, None)
+    assert (keys @ query.flatten()).argsort(descending=True).tolist() == [0, 1, 2, 3, 4]
+    assert recorder.by_band()[0, 0].tolist() == [[1.0, 1.0, 0.0], [0.0, 1.0, 1.0]]
+    assert recorder.mean()[0, 0].tolist() == [0.75, 0.75]
 
 
 def test_the_recorder_averages_over_queries() -> None:

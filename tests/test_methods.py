@@ -17,7 +17,9 @@ from fasa_bench.cache import KVLayer
 from fasa_bench.errors import UserError
 from fasa_bench.method import Method, group_softmax, top_slots
 from fasa_bench.methods.fasa import FasaC
+from fasa_bench.methods.fasa_adaptive import FasaAdaptive
 from fasa_bench.methods.fasa_m import FasaM
+from fasa_bench.methods.fasa_tip import FasaTip
 from fasa_bench.methods.full import FullKV
 from fasa_bench.methods.h2o import H2O
 from fasa_bench.methods.h2o_mask_sim import H2OMaskSim
@@ -45,6 +47,11 @@ METHODS: dict[str, Callable[[], Method]] = {
     ),
     "fasa_softmax": lambda: FasaC("fasa_plus", token_granularity="kv_head", share="softmax"),
     "fasa_c_single_dimensions": lambda: FasaC("fasa_c", pairing="single", n_tip=0.5),
+    "fasa_tip": lambda: FasaTip("fasa_tip"),
+    "fasa_adaptive": lambda: FasaAdaptive("fasa_adaptive"),
+    "fasa_adaptive_kv_head": lambda: FasaAdaptive(
+        "fasa_adaptive", fc_granularity="kv_head", token_granularity="kv_head", n_tip_rule="agreement", recent=2
+    ),
     "fasa_m": lambda: FasaM("fasa_m"),
     "fasa_m_next_layer": lambda: FasaM("fasa_m", prefetch="next_layer"),
     "fasa_m_kv_head": lambda: FasaM("fasa_m", fc_granularity="kv_head", token_granularity="kv_head", prefetch="none"),
@@ -192,6 +199,10 @@ def test_slots_are_ascending_and_without_repeats(name: str, network: LlamaForCau
     slots = method.select(layer, torch.randn(2, 4, 1, 16))
     assert slots is not None
     assert slots.shape[:3] in ((2, 2, 1), (2, 4, 1))
+    if name.startswith("fasa_adaptive"):  # heads differ: 12 on average, and -1 where a head reads fewer
+        assert (slots >= 0).sum(-1).float().mean() == 12
+        assert all(len(set(row) - {-1}) == sum(slot >= 0 for slot in row) for row in slots.flatten(0, 2).tolist())
+        return
     assert slots.shape[3] == 12 - (name == "h2o_mask_sim")
     assert ((slots.diff(dim=-1) > 0) | (slots[..., :-1] == -1)).all()
 

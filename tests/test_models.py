@@ -242,12 +242,20 @@ def test_random_model_of_another_size_and_architecture() -> None:
 # --- a local folder
 
 
-@pytest.mark.parametrize("device_map", [None, "auto", "cpu"])
-def test_local_folder_gives_the_same_network(saved: Path, device_map: str | None) -> None:
+BY_MODULE = {"model.embed_tokens": "cpu", "model.layers": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu"}
+
+
+@pytest.mark.parametrize("device_map", [None, "auto", "cpu", {"": "cpu"}, {**BY_MODULE, "lm_head": "cpu"}])
+def test_local_folder_gives_the_same_network(saved: Path, device_map: Any) -> None:
     ids = torch.tensor([[5, 6, 7]])
     model = local(saved, device_map=device_map, device="cpu" if device_map is None else "auto")
     expected = tiny(hidden=32, head_dim=8, device=model.device.type).network(ids.to(model.device)).logits
     torch.testing.assert_close(model.network(ids.to(model.device)).logits, expected)
+
+
+def test_random_weights_take_no_device_map() -> None:
+    with pytest.raises(UserError, match=r"model\.device_map='auto' is not allowed: a model of random weights"):
+        tiny(device_map="auto")
 
 
 def test_path_wins_over_the_hub(saved: Path) -> None:

@@ -23,7 +23,7 @@ from tests.test_methods import METHODS, ready
 
 ONE_PASS = {
     *("oracle", "fasa_c", "fasa_c_adjacent", "fasa_plus", "fasa_c_single_dimensions", "loki", "loki_pre"),
-    *("fasa_softmax", "fasa_m", "fasa_m_next_layer", "fasa_m_kv_head"),
+    *("fasa_softmax", "fasa_adaptive", "fasa_adaptive_kv_head", "fasa_m", "fasa_m_next_layer", "fasa_m_kv_head"),
     *("random", "random_all", "streamingllm", "quest", "quest_forced", "quest_tokens", "sparq", "sparq_plain"),
 }
 PREFILL, END = 24, 40

@@ -213,12 +213,13 @@ def test_printed_table_fits_120_columns_and_cuts_nothing(demo: Path, capsys: pyt
 
 def test_tables_are_written_for_people_and_programs(demo: Path) -> None:
     paths = write_tables(demo)
-    assert [path.relative_to(demo).as_posix() for path in paths] == [
+    assert [path.relative_to(demo).as_posix() for path in paths[:4]] == [
         "tables/runs.md",
         "tables/runs.tex",
         "tables/runs.csv",
+        "tables/table1.md",
     ]
-    markdown, latex, csv = (path.read_text("utf-8") for path in paths)
+    markdown, latex, csv = (path.read_text("utf-8") for path in paths[:3])
     assert "| fasa_c | 64 | 12.10 [10.1, 14.1] | 48.00 [46.0, 50.0] | 41.2 |" in markdown
     assert "| perplexity ↓ (n=5) | code_similarity ↑ (n=6) |" in markdown
     assert r"fasa\_c & 64 & 12.10 [10.1, 14.1] & 48.00 [46.0, 50.0] & 41.2 & 46.0 & 64 & complete \\" in latex
@@ -269,7 +270,7 @@ def test_differences_are_over_the_examples_that_both_have(tmp_path: Path) -> Non
     passkeys(tmp_path, "fkv", None, all_right(6))
     passkeys(tmp_path, "fasa_c", 64, {"0": 1, "1": 0, "2": 0, "3": 0, "4": 1, "99": 0})
     passkeys(tmp_path, "oracle", 64, all_right(6))
-    markdown, latex, csv = (path.read_text("utf-8") for path in write_tables(tmp_path))
+    markdown, latex, csv = (path.read_text("utf-8") for path in write_tables(tmp_path)[:3])
     # of 5 pairs three differ by 100: of their 8 signs two reach that; five pairs have 32 signs: p = 8/32
     assert "| method | budget | passkey ↑ (n=5–6) |" in markdown
     assert "| fasa_c | 64 | -60.0 [-100, -20.0] p=0.250 |" in markdown
@@ -396,7 +397,7 @@ def test_methods_of_a_figure_can_be_told_apart(tmp_path: Path) -> None:
 
 
 def test_figures_are_the_same_bytes_each_time(demo: Path) -> None:
-    paths = write_figures(demo)
+    paths = write_figures(demo, name="runs")
     assert [path.relative_to(demo).as_posix() for path in paths] == ["figures/runs.pdf", "figures/runs.png"]
     first = [path.read_bytes() for path in paths]
     assert first[0].startswith(b"%PDF")
@@ -419,7 +420,7 @@ def test_figures_are_the_same_bytes_each_time(demo: Path) -> None:
 
 def test_nothing_to_draw_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no run has a score"):
-        write_figures(tmp_path, [make(tmp_path, "fkv", None, None, status="failed")])
+        write_figures(tmp_path, [make(tmp_path, "fkv", None, None, status="failed")], "runs")
 
 
 # --- command line

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from safetensors import safe_open
 from safetensors.torch import save as save_tensors
@@ -25,9 +26,17 @@ def save(
     path: Path, tensor: Tensor, model: Model, setting: str, calibration: Calibration, kind: Kind = "agreement"
 ) -> None:
     """Write an artefact: the tensor and, as text, what it was made of."""
-    settings = {key: str(value) for key, value in asdict(calibration).items()}
-    facts = {"model": model.name, "fingerprint": model.fingerprint, "sample": calibration.sample_id}
-    write_whole(path, save_tensors({kind: tensor.contiguous()}, {**settings, **facts, SETTING[kind]: setting}))
+    facts = {**asdict(calibration), "sample": calibration.sample_id}
+    write_whole(path, content({kind: tensor}, facts, model, setting, kind))
+
+
+def content(
+    tensors: Mapping[str, Tensor], facts: Mapping[str, Any], model: Model, setting: str, kind: Kind = "agreement"
+) -> bytes:
+    """The bytes of an artefact. tensors: the one of its `kind`, and others that `load` leaves alone."""
+    told = {key: str(value) for key, value in facts.items()}
+    told |= {"model": model.name, "fingerprint": model.fingerprint, SETTING[kind]: setting}
+    return save_tensors({name: tensor.contiguous() for name, tensor in tensors.items()}, told)
 
 
 def load(path: Path, model: Model, setting: str, kind: Kind = "agreement") -> Tensor:

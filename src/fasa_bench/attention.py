@@ -9,10 +9,10 @@ neither -1 (padding) nor after the query's, nor before a layer's sliding window.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -51,12 +51,45 @@ class Tally:
         self.sparse[layer.index] = self.sparse.get(layer.index, 0) + int(fewer)
 
 
+class Dense(Protocol):
+    """Exact attention of one query per head over everything."""
+
+    def __call__(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        """[b, Hq, 1, d], two of [b, H, n, d] -> [b, 1, Hq, d]."""
+        ...
+
+
+def dense(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """Dense attention as all methods use it.
+
+    The query heads of a KV head are taken as queries of one head, so that its keys and values are read once: of
+    PyTorch's ways the fastest on a CPU (benchmarks/attention_layer.py).
+    """
+    grouped = query.reshape(len(query), keys.shape[1], -1, query.shape[-1])
+    output = torch.nn.functional.scaled_dot_product_attention(grouped, keys, values, scale=scale)
+    return output.reshape(*query.shape[:-1], values.shape[-1]).transpose(1, 2)
+
+
+_faster: list[Callable[[Tensor], Dense | None]] = []
+
+
+def register_dense(offer: Callable[[Tensor], Dense | None]) -> None:
+    """offer: faster dense attention for keys and values like this tensor, if there is any; for who compares speed."""
+    _faster.append(offer)
+
+
+def faster_dense(like: Tensor) -> Dense | None:
+    """What has been registered for keys and values like this tensor [b, H, n, d]; None if nothing is faster."""
+    return next((found for offer in _faster if (found := offer(like)) is not None), None)
+
+
 @dataclass
 class Reading:
     """How the forward pass in progress treats the cache. method None: the dense prompt pass.
 
     backend: dense attention of the prompt pass. observe: what to record of it for the methods.
     reserve: tokens that decoding is expected to append. parallel: take the steps of one call together.
+    dense: attention of a step that reads everything.
     """
 
     cache: Cache
@@ -65,6 +98,7 @@ class Reading:
     observe: Observation = field(default_factory=Observation)
     reserve: int = 0
     parallel: bool = False
+    dense: Dense = dense
     clock: Clock = field(default_factory=Clock)
     tally: Tally = field(default_factory=Tally)
 
@@ -262,7 +296,7 @@ def _step(state: Reading, method: Method, layer: KVLayer, query: Tensor) -> Tens
         with stage("select"):
             slots = method.select(layer, query)
     with stage("attend"):
-        output, weights, attended = attend(layer, query, slots, method.ragged, method.uses_weights)
+        output, weights, attended = attend(layer, query, slots, method.ragged, method.uses_weights, state.dense)
         if slots is not None:
             output = method.combine(layer, query, output)
     state.tally.count(layer, attended)
@@ -298,31 +332,25 @@ def _steps(state: Reading, method: Method, layer: KVLayer, query: Tensor, positi
     return output
 
 
-def dense(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """Exact attention of one query per head over everything: [b, Hq, 1, d], two of [b, H, n, d] -> [b, 1, Hq, d].
-
-    The query heads of a KV head are taken as queries of one head, so that its keys and values are read once: on a CPU
-    faster than grouped matrix products and than PyTorch's own grouping (benchmarks/attention_layer.py).
-    """
-    grouped = query.reshape(len(query), keys.shape[1], -1, query.shape[-1])
-    output = torch.nn.functional.scaled_dot_product_attention(grouped, keys, values, scale=scale)
-    return output.reshape(*query.shape[:-1], values.shape[-1]).transpose(1, 2)
-
-
 def attend(
-    layer: KVLayer, query: Tensor, slots: Tensor | None, ragged: bool = False, weigh: bool = True
+    layer: KVLayer,
+    query: Tensor,
+    slots: Tensor | None,
+    ragged: bool = False,
+    weigh: bool = True,
+    everything: Dense = dense,
 ) -> tuple[Tensor, Tensor | None, float]:
     """Exact attention over the given slots [b, H or Hq, 1, m], or over everything. Softmax in float32.
 
     ragged: a slot of -1 stands for nothing, so that rows may read different numbers of tokens.
-    weigh: whether the weights are wanted.
+    weigh: whether the weights are wanted. everything: who attends where all is read.
     Returns the output [b, 1, Hq, d], the weights [b, Hq, m] or None, and the mean number of tokens a head read.
     """
     # as full KV does while nothing has been evicted, to the last bit; weights cost another pass over the keys then
-    everything = slots is None and (not weigh or layer.length == layer.seen) and layer.is_plain
-    whole = layer.read_whole() if everything else None
+    plain = slots is None and (not weigh or layer.length == layer.seen) and layer.is_plain
+    whole = layer.read_whole() if plain else None
     if whole is not None:
-        output = dense(query, *whole, layer.scale)
+        output = everything(query, *whole, layer.scale)
         weights = torch.softmax(layer.dot(query)[:, :, 0].float() * layer.scale, dim=-1) if weigh else None
         return output, weights, float(whole[0].shape[2])
     visible: Tensor | None

@@ -19,6 +19,7 @@ from torch import Tensor
 from fasa_bench.clock import stage
 from fasa_bench.errors import UserError
 from fasa_bench.latent import Expansion, LatentRows
+from fasa_bench.lead import BLOCKS, ROWS, Layout
 from fasa_bench.near import Near, Prefetch
 from fasa_bench.quantised import pick
 from fasa_bench.segments import Chosen, Packed, Packing, Rows, Segment, pack_oldest
@@ -199,21 +200,23 @@ class KVLayer:
         self._parts = query, parts
         return parts
 
-    def read_split(self, chosen: int) -> SplitRows | None:
+    def read_split(self, numbers: int) -> SplitRows | None:
         """The rows of a split layer, for a kernel; None if they lie in several pieces, hold padding, or their values
         are not as wide as their keys.
 
-        Counts as read: the leading dimensions of all tokens, and for `chosen` tokens of each sequence, over all heads,
-        whole keys and values.
+        Counts as read: the leading dimensions of all tokens, and so many numbers of keys and values of each sequence.
         """
         if self._frozen or self.padded or not isinstance(self._own, SplitRows):
             return None
         if self._own.value_dim != self._own.split.order.shape[1]:
             return None
         rows = self._own
-        width = rows.split.order.shape[1] + rows.value_dim
-        self.read_bytes += rows.lead_bytes + self.batch * chosen * width * rows.values.itemsize
+        self.read_bytes += rows.lead_bytes + self.batch * numbers * rows.buffer.tail.storage.itemsize
         return rows
+
+    def remember(self, products: Tensor) -> None:
+        """What `lead_dot` would give for the whole query of the step, found by a kernel: for `choose`."""
+        self._products = products
 
     def choose(self, slots: Tensor) -> Chosen:
         """Keys, in the parts in which they are stored, and values of the given slots [b, heads, m].
@@ -364,20 +367,22 @@ class KVLayer:
     def is_split(self) -> bool:
         return self._split is not None
 
-    def split(self, order: Tensor, lead: int, kernels: bool = False, offload: Prefetch | None = None) -> None:
+    def split(self, order: Tensor, lead: int, layout: Layout | None = None, offload: Prefetch | None = None) -> None:
         """Store the first `lead` of the key dimensions `order` [H, d] apart from the others, from now on.
 
-        kernels: in the layout that kernels read. offload: keep all but the leading dimensions in the host's memory,
-        and what is fetched from there for a step as this says (fasa_bench.near). Rows that are packed or going to be
-        stay as they are; so do latents, and a prompt that samples share already, unless it is to leave the device.
+        layout: as a kernel wants it; None for what PyTorch's products are fastest with here. offload: keep all but the
+        leading dimensions in the host's memory, and what is fetched from there for a step as this says
+        (fasa_bench.near). Rows that are packed or going to be stay as they are; so do latents, and a prompt that
+        samples share already, unless it is to leave the device.
         """
         shared = self._frozen or self.expansion is not None
         if self.packing.bits < 16 or (shared and offload is None):
             return
-        blocks = self.device.type == "cpu" and not kernels
+        if layout is None:
+            layout = BLOCKS if self.device.type == "cpu" else ROWS
         parts = [(part.keys, part.values, part.positions) for part in self._frozen]
         own, self.expansion = self._own, None  # what is split are the keys of each head
-        self._split = Split(order.to(self.device), lead, blocks, offload is not None)
+        self._split = Split(order.to(self.device), lead, layout, offload is not None)
         self._near = None if offload is None else Near(offload)
         self._frozen = [self._fresh(*part, spare=0) for part in parts]
         if own is not None:

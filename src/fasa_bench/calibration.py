@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import logging
 from collections.abc import Callable
@@ -17,20 +18,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import filelock
-import numpy as np
 import torch
 from torch import Tensor
 
 from fasa_bench.artefact import Kind, existing, load, save
 from fasa_bench.cache import KVLayer
 from fasa_bench.errors import UserError
-from fasa_bench.method import Method
+from fasa_bench.method import Method, best_mask
 from fasa_bench.paths import cache_folder
 from fasa_bench.principal import Rotary, principal_axes
 from fasa_bench.rope import Pairing
 from fasa_bench.session import Session
 from fasa_bench.softmax import position_bias
-from fasa_bench.texts import calibration_text
+from fasa_bench.texts import calibration_text, sample_of
 
 if TYPE_CHECKING:
     from fasa_bench.models import Model
@@ -43,9 +43,9 @@ class Calibration:
     """The sample that is measured, and the artefacts made from it.
 
     k: size of CA's top-K sets. prefill, decode: tokens of the sample's dense pass, then of its decode queries, which
-    are teacher-forced; principal axes are those of the keys of all these tokens. text: a text file, or None for the
-    part of Python's documentation that no task evaluates. file: an artefact to use as it is, instead of one made (and
-    kept in the user's cache folder) for these settings.
+    are teacher-forced; principal axes are those of the keys of all these tokens. text: a text file, or
+    .jsonl of a data set; None for the part of Python's documentation that no task evaluates. file: an artefact to use
+    as it is, instead of one made (and kept in the user's cache folder) for these settings.
     """
 
     k: int = 256
@@ -81,7 +81,7 @@ class Calibration:
         path = Path(self.text)
         if not path.is_file():
             raise UserError.of("calibration.text", self.text, "no such file")
-        return path.read_text(encoding="utf-8")
+        return sample_of(path)
 
     @property
     def sample_id(self) -> str:
@@ -140,30 +140,53 @@ class Calibration:
 
 @dataclass
 class AgreementRecorder(Method):
-    """A method that reads everything and measures CA on the way. units [chunks, dimensions of a chunk]."""
+    """A method that reads everything and measures CA on the way. units [chunks, dimensions of a chunk].
+
+    ends: where bands of a head's K best tokens end, the last at K: CA is measured in each of them.
+    """
 
     units: Tensor = None  # type: ignore[assignment]
     k: int = 256
+    ends: tuple[int, ...] = ()
 
     takes_budget: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        self._sums: dict[int, Tensor] = {}
-        self._steps: dict[int, int] = {}
+        ends = self.ends or (self.k,)
+        self._sizes = [end - start for start, end in itertools.pairwise((0, *ends))]
+        self._found: dict[int, Tensor] = {}
+        self.steps: dict[int, int] = {}  # by layer
 
     def decoded(self, layer: KVLayer, query: Tensor, weights: Tensor | None) -> None:
+        if layer.length <= self.k:  # any chunk would agree
+            return
         bias = position_bias(layer)
         bias = None if bias is None else bias / layer.scale
-        found = contextual_agreement(query, layer.keys, self.units.to(query.device), self.k, bias)[0].double().cpu()
-        self._sums[layer.index] = self._sums.get(layer.index, 0) + found
-        self._steps[layer.index] = self._steps.get(layer.index, 0) + 1
+        hits = chunk_hits(query, layer.keys, self.units.to(query.device), self.k, bias)[0]
+        found = torch.stack([band.sum(-1) for band in hits.split(self._sizes, dim=-1)], dim=-1).double().cpu()
+        self._found[layer.index] = self._found.get(layer.index, 0) + found
+        self.steps[layer.index] = self.steps.get(layer.index, 0) + 1
 
     def mean(self) -> Tensor:
-        return torch.stack([self._sums[i] / self._steps[i] for i in sorted(self._sums)]).float()
+        """CA [layers, Hq, U]."""
+        return (self._means().sum(-1) / self.k).float()
+
+    def by_band(self) -> Tensor:
+        """Share of each band's tokens that a chunk has among its own K best: [layers, Hq, U, bands]."""
+        return (self._means() / torch.tensor(self._sizes)).float()
+
+    def _means(self) -> Tensor:
+        """Tokens of each band that a chunk has at a step, [layers, Hq, U, bands] float64."""
+        return torch.stack([self._found[i] / self.steps[i] for i in sorted(self._found)])
 
 
 def contextual_agreement(query: Tensor, keys: Tensor, units: Tensor, k: int, bias: Tensor | None = None) -> Tensor:
-    """CA of each chunk for one query: query [b, Hq, 1, d], keys [b, H, n, d], units [U, s] -> [b, Hq, U].
+    """CA of each chunk for one query: query [b, Hq, 1, d], keys [b, H, n, d], units [U, s] -> [b, Hq, U]."""
+    return chunk_hits(query, keys, units, k, bias).sum(-1) / k
+
+
+def chunk_hits(query: Tensor, keys: Tensor, units: Tensor, k: int, bias: Tensor | None = None) -> Tensor:
+    """Which of a head's K best tokens, best first, each chunk has among its own K best: [b, Hq, U, K] bool.
 
     bias [b, Hq, n]: a position bias, which is part of the full scores and of no chunk's.
 
@@ -177,11 +200,10 @@ def contextual_agreement(query: Tensor, keys: Tensor, units: Tensor, k: int, bia
         whole = torch.matmul(one, cached.transpose(1, 2))
         if bias is not None:
             whole += bias.unflatten(1, (heads, -1))[:, head]
-        member = whole >= kth_largest(whole, k)
+        best = whole.topk(k, dim=-1).indices[:, :, None].expand(-1, -1, len(units), -1)
         parts = (unit_products(one, cached, dims) for dims in units.unbind(1))
         chunk = functools.reduce(torch.Tensor.add_, parts)  # [b, G, U, n]
-        shared = member[:, :, None] & (chunk >= kth_largest(chunk, k))
-        found.append(shared.sum(-1) / k)
+        found.append(best_mask(chunk, k).gather(3, best))
     return torch.cat(found, dim=1)
 
 
@@ -189,11 +211,3 @@ def unit_products(query: Tensor, keys: Tensor, dims: Tensor) -> Tensor:
     """Products in one dimension of each unit, 0 where it has none (-1): [b, G, d], [b, n, d], [U] -> [b, G, U, n]."""
     one = query[:, :, dims] * (dims >= 0)
     return one[..., None] * keys[:, None, :, dims].transpose(2, 3)
-
-
-def kth_largest(scores: Tensor, k: int) -> Tensor:
-    """The k-th largest entry of each row: [..., n] -> [..., 1]."""
-    n = scores.shape[-1]
-    if scores.device.type == "cpu":  # numpy selects without sorting, five times as fast as topk on a CPU
-        return torch.from_numpy(np.partition(scores.numpy(), n - k, axis=-1)[..., n - k, None])
-    return scores.topk(k, dim=-1).values[..., -1:]

@@ -16,7 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fasa_bench.errors import FailedExamplesError, UserError
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from fasa_bench.runner import Job
 
 
-# Hydra's launchers that come with plugins, and the extra that installs each
+# Hydra's launchers that come with plugins, and what installs each
 LAUNCHERS = {
-    "hydra/launcher/joblib": "processes",
-    "hydra/launcher/submitit_slurm": "slurm",
-    "hydra/launcher/ray": "ray",
+    "hydra/launcher/joblib": "pip install 'fasa-bench[processes]'",
+    "hydra/launcher/submitit_slurm": "pip install 'fasa-bench[slurm]'",
+    "hydra/launcher/ray": "pip install 'fasa-bench[ray]' && pip install --no-deps hydra-ray-launcher",
 }
 
 
@@ -49,6 +49,8 @@ _ends: list[End] = []  # of this process's jobs, in the order in which they ende
 def main(conf: Path) -> None:
     """Run the job, or all jobs of a multirun, that the command line describes; exits non-zero if one failed."""
     set_up()
+    if os.environ.get("TORCHELASTIC_RUN_ID"):  # each of its processes would run, and write, everything
+        sys.exit("error: run.py is one process, not several of torchrun; for several GPUs: docs/sweeps.md")
     Plugins.instance().register(Together)  # Hydra's own search misses it in some editable installs
     try:
         hydra.main(version_base="1.3", config_path=str(conf), config_name="config")(job)()
@@ -70,18 +72,24 @@ def set_up() -> None:
 
 
 def job(cfg: DictConfig) -> None:
-    """The one job of a command without -m."""
+    """The one job of a command without -m, or all of an experiment's."""
+    OmegaConf.resolve(cfg)  # what an experiment asks Hydra is known only here
     run_jobs([(" ".join(HydraConfig.get().overrides.task), cfg)])
+    if "experiment" in cfg:
+        overview()
 
 
 def run_jobs(configs: Sequence[tuple[str, DictConfig]], quiet: bool = False) -> list[End]:
     """Run named jobs, those that share model and task together. A failure is told at once and stops no other job.
 
+    One among several whose config is refused gets a run folder that says so; a single one is only told.
     quiet: in a worker: whoever gets what is returned tells it on standard output.
     """
-    from fasa_bench import group, runner  # here, so that --help and Hydra's own errors come without loading torch
+    from fasa_bench import group, refused, runner  # here: --help and Hydra's own errors come without loading torch
+    from fasa_bench.reproduce import expanded
 
     jobs: list[Job] = []
+    named: list[tuple[str, DictConfig]] = []
     ends: list[End] = []
 
     def report(name: str, folder: Path | None, error: Exception | None) -> None:
@@ -92,10 +100,17 @@ def run_jobs(configs: Sequence[tuple[str, DictConfig]], quiet: bool = False) -> 
         if not quiet:
             tell(end)
 
-    for name, cfg in configs:
+    for label, composed in configs:
+        try:
+            named += expanded(label, composed)
+        except Exception as error:
+            report(label, None, error)
+    for name, cfg in named:
         try:
             jobs.append(runner.Job.of(cfg, name))
         except Exception as error:
+            if quiet or len(named) > 1:
+                refused.keep(cfg, error)
             report(name, None, error)
     groups = group.grouped(jobs)
     jobs.clear()
@@ -124,8 +139,8 @@ def explain(error: Exception) -> str:
         group, _, name = error.missing_cfg_file.rpartition("/")
         known = ", ".join(option for option in error.options if not option.startswith("_"))
         return str(UserError.of(group, name, f"must be one of {known}"))
-    if isinstance(error, MissingConfigException) and (extra := LAUNCHERS.get(error.missing_cfg_file or "")):
-        return f"{error.missing_cfg_file} is not installed: pip install 'fasa-bench[{extra}]' (docs/sweeps.md)"
+    if isinstance(error, MissingConfigException) and (install := LAUNCHERS.get(error.missing_cfg_file or "")):
+        return f"{error.missing_cfg_file} is not installed: {install} (docs/sweeps.md)"
     cause = error.__cause__
     if isinstance(cause, OmegaConfBaseException) and isinstance(cause.parent_node, DictConfig):
         known = ", ".join(str(key) for key in cause.parent_node if key not in ("hydra", "_target_"))
@@ -137,16 +152,21 @@ def explain(error: Exception) -> str:
     return text
 
 
+def overview() -> None:
+    """A table of all runs of this process, and what went wrong."""
+    from fasa_bench.report import print_table
+    from fasa_bench.store import load_run, without_parts
+
+    folders = dict.fromkeys(end.folder for end in _ends if end.folder)  # full KV is one run for all budgets
+    if folders:
+        print_table(without_parts([load_run(folder) for folder in folders]))
+    failures = [f"{end.job}: {end.error}" for end in _ends if end.error]
+    if failures:
+        print(f"{len(failures)} of {len(_ends)} jobs failed:", *failures, sep="\n  ", file=sys.stderr)
+
+
 class Overview(Callback):
     """Hydra callback: a table of all runs when a multirun ends."""
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        from fasa_bench.report import print_table
-        from fasa_bench.store import load_run, without_parts
-
-        folders = dict.fromkeys(end.folder for end in _ends if end.folder)  # full KV is one run for all budgets
-        if folders:
-            print_table(without_parts([load_run(folder) for folder in folders]))
-        failures = [f"{end.job}: {end.error}" for end in _ends if end.error]
-        if failures:
-            print(f"{len(failures)} of {len(_ends)} jobs failed:", *failures, sep="\n  ", file=sys.stderr)
+        overview()

@@ -21,7 +21,7 @@ from fasa_bench.interrupt import finishing
 from fasa_bench.prompts import Prompts, dense_ids
 from fasa_bench.runner import Job
 from fasa_bench.session import Session
-from fasa_bench.store import BusyError, Run, RunStore, load_run, run_id
+from fasa_bench.store import BusyError, Run, RunStore, has_files, load_run, run_id
 from fasa_bench.task import Example
 from fasa_bench.tracking import Tracker
 
@@ -279,6 +279,7 @@ def is_complete(folder: Path) -> bool:
     except (OSError, ValueError):
         return False
     whole = run_id(run.config.get("identity") or {}) == folder.name  # its last entry: the file was not cut
+    whole = whole and all(has_files(folder, row) for row in run.rows)
     return whole and run.summary.get("status") == "complete" and run.summary.get("examples") == len(run.rows)
 
 

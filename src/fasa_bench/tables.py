@@ -275,5 +275,6 @@ def _named(method: str, runs: list[Run]) -> list[tuple[str, Run]]:
     return named
 
 
-def _order(value: int | float | None) -> tuple[bool, float]:
-    return isinstance(value, float), value or 0
+def _order(value: Any) -> tuple[int, float]:
+    """Tokens, then shares, then what was refused because it is neither."""
+    return (int(isinstance(value, float)), value or 0) if isinstance(value, int | float | None) else (2, 0)

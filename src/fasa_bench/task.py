@@ -7,8 +7,10 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 if TYPE_CHECKING:
+    from fasa_bench.method import Method
     from fasa_bench.models import Model
     from fasa_bench.statistics import Sample
+    from fasa_bench.study import Study
 
 Metric = dict[str, float | int | None]  # {"value", "ci_low", "ci_high", "n"}; None where nothing could be computed
 
@@ -64,6 +66,7 @@ class Example:
     min_new_tokens: end tokens cannot be chosen before this many tokens.
     sampling: if given, several answers are drawn; else there is one, and it is greedy.
     timing: if given, nothing is answered: the time of a decode step is the result.
+    study: if given, full KV decodes, and what this records of it is the result (fasa_bench.study).
     context_tokens: how many tokens of the prompt come before the question; None where it does not fall into these two
         parts, which `protocol.question` may want apart.
     fields: what the task wants stored in the row (data set, answers, prompt hash, ...); JSON types only. A task that
@@ -79,6 +82,7 @@ class Example:
     stop_token_ids: tuple[int, ...] = ()
     sampling: Sampling | None = None
     timing: Timing | None = None
+    study: Study | None = None
     context_tokens: int | None = None
     fields: dict[str, Any] = field(default_factory=dict)
 
@@ -96,7 +100,7 @@ class Prediction:
 
     nll: negative log-likelihood (nats) of each target id when the example was teacher-forced, else None.
     samples: all answers of an example with `sampling`; the fields above are then those of the first.
-    measured: what an example with `timing` gave (fasa_bench.timing), else None.
+    measured: what an example with `timing` (fasa_bench.timing) or `study` gave, else None.
     """
 
     token_ids: list[int]
@@ -118,6 +122,16 @@ class Task:
     places: ClassVar[tuple[str, ...]] = ()
     # names under a row's "fields" and "scores" that hold text of the data or of an answer: see `store_text`
     texts: ClassVar[tuple[str, ...]] = ()
+    # its examples have a `study`: full KV decodes step by step, whatever the method of the run
+    studies: ClassVar[bool] = False
+
+    @property
+    def uses_calibration(self) -> bool:
+        """Whether what is measured depends on the calibration, though the method of the run may not."""
+        return False
+
+    def check(self, method: Method) -> None:
+        """UserError unless the task makes sense with this method."""
 
     @property
     def parallel(self) -> bool:

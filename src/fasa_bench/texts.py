@@ -1,12 +1,15 @@
-"""Real text that every Python installation carries: its own language reference."""
+"""Real text: what every Python installation carries, its own language reference, and files that are given."""
 
 from __future__ import annotations
 
+import json
 import re
 from functools import cache
+from pathlib import Path
 
 from fasa_bench.errors import UserError
 
+TEXTS = ("context", "text", "solution")  # keys of the text in rows of LongBench, of corpora and of MATH500
 EVALUATED = 0.7  # share of the text that tasks may score; methods are calibrated on the rest
 
 
@@ -18,6 +21,22 @@ def documentation() -> str:
 def calibration_text() -> str:
     """The part that methods are calibrated on; no paragraph of it is in `documentation`."""
     return _parts()[1]
+
+
+def sample_of(path: Path) -> str:
+    """A text file; of a .jsonl the texts of all rows, one after the other. Raises UserError for any other file."""
+    wanted = f"must be a text file, or a .jsonl whose rows have one of {', '.join(TEXTS)}"
+    try:
+        content = path.read_text(encoding="utf-8")
+        if path.suffix != ".jsonl":
+            return content
+        rows = [json.loads(line) for line in content.splitlines() if line.strip()]
+        texts = [next((row[key] for key in TEXTS if row.get(key)), None) for row in rows]
+    except (OSError, ValueError, AttributeError) as error:
+        raise UserError.of("calibration.text", str(path), f"{wanted} ({error})") from error
+    if not texts or None in texts:
+        raise UserError.of("calibration.text", str(path), wanted)
+    return "\n\n".join(map(str, texts))
 
 
 @cache

@@ -6,7 +6,7 @@ import logging
 import math
 import netrc
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from fasa_bench.config import build
+from fasa_bench.errors import UserError
 from fasa_bench.store import flatten, plain, section_name
 
 log = logging.getLogger("fasa_bench")
@@ -78,6 +79,8 @@ class WandbTracker(Tracker):
     Offline runs lie under <results_dir>/wandb; `wandb sync` uploads them.
     """
 
+    strict = False  # True: a failure is an error of the caller's, and no warning
+    place = ""  # where the run is to be found
     unreachable = False  # known of the whole process: not every run of a sweep has to wait for the timeout
 
     def __init__(self, logger: Logger, run_id: str, config: Mapping[str, Any], results_dir: Path) -> None:
@@ -101,7 +104,8 @@ class WandbTracker(Tracker):
                     wandb.teardown()  # the failed attempt still holds the run's id
                 mode = "offline"
                 self._run = self._init(wandb, mode)
-            log.info("W&B: %s", self._run.url if mode == "online" else f"{mode}, under {self.results_dir / 'wandb'}")
+            self.place = self._run.url if mode == "online" else f"{mode}, under {self.results_dir / 'wandb'}"
+            log.info("W&B: %s", self.place)
 
     def log_row(self, row: Mapping[str, Any]) -> None:
         with self._harmless():
@@ -115,6 +119,23 @@ class WandbTracker(Tracker):
             if self._run is not None:
                 parts = {key: value for key, value in summary.items() if key not in ("env", "config")}
                 self._run.summary.update({"status": summary.get("status"), **_numbers(parts)})
+
+    def log_report(
+        self, tables: Mapping[str, tuple[Sequence[str], list[Any]]], images: Iterable[Path], folders: Iterable[Path]
+    ) -> None:
+        """Tables (columns and lines) to plot and filter, pictures, and folders as artefacts of their names."""
+        with self._harmless():
+            import wandb
+
+            for name, (columns, lines) in tables.items():
+                self._run.log({name: wandb.Table(columns=list(columns), data=lines, allow_mixed_types=True)})
+            for path in images:
+                self._run.log({f"figures/{path.stem}": wandb.Image(str(path))})
+            for folder in folders:
+                artefact = wandb.Artifact(folder.name, type="report")
+                artefact.add_dir(str(folder))
+                self._run.log_artifact(artefact)
+            self._run.summary.update({f"{name} lines": len(lines) for name, (_, lines) in tables.items()})
 
     def finish(self) -> None:
         run, self._run = self._run, None
@@ -163,6 +184,8 @@ class WandbTracker(Tracker):
             yield
         except Exception as error:  # whatever a service may raise
             self._run = None
+            if self.strict:
+                raise UserError(f"W&B: {_line(error)}") from error
             log.warning("W&B: %s; the run goes on without it", _line(error))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,29 @@ class Work:
         if self.one_device_each:
             take_device()
         return cli.run_jobs(self.groups[HydraConfig.get().job.num - self.first], quiet=True)
+
+
+def ends_by_folders(jobs: Sequence[tuple[str, DictConfig]], error: Exception) -> list[cli.End]:
+    """How jobs ended as far as their folders tell, when a launcher that should have run them raised `error`."""
+    from fasa_bench import group, runner
+    from fasa_bench.reproduce import expanded
+
+    said = str(error).strip().split("\n")[0]
+    message = (
+        f"error: no results came from the launcher ({type(error).__name__}: {said}). Jobs that it has started may "
+        "still go on; once they have ended, the same command computes what is missing"
+    )
+    print(message, file=sys.stderr, flush=True)
+    ends: list[cli.End] = []
+    for name, cfg in (one for label, composed in jobs for one in expanded(label, composed)):
+        try:
+            job = runner.Job.of(cfg, name)
+            folder = job.results_dir / "runs" / job.run_id
+            complete = group.is_complete(folder)
+            ends.append(cli.End(name, folder if complete else None, None if complete else message))
+        except Exception as own:  # its config is wrong, which its worker may not have come to tell
+            ends.append(cli.End(name, None, f"error: {own}"))
+    return ends
 
 
 def take_device() -> None:

@@ -64,7 +64,7 @@ class Together(Launcher):
         self, jobs: Sequence[tuple[str, DictConfig]], job_overrides: Sequence[Sequence[str]], first: int
     ) -> None:
         from fasa_bench import cli
-        from fasa_bench.worker import Work
+        from fasa_bench.worker import Work, ends_by_folders
 
         groups: dict[str, list[int]] = {}
         for index, (_, cfg) in enumerate(jobs):
@@ -74,7 +74,12 @@ class Together(Launcher):
         with open_dict(config):
             config.hydra.launcher = self.through
         launcher = Plugins.instance().instantiate_launcher(self.hydra_context, work, config)
-        results = launcher.launch([job_overrides[members[0]] for members in groups.values()], first)
+        try:
+            results = launcher.launch([job_overrides[members[0]] for members in groups.values()], first)
+        except Exception as error:  # the scheduler refuses, or a worker died: then the results of no group come
+            for end in ends_by_folders(jobs, error):
+                cli.tell(end)
+            return
         for members, result in zip(groups.values(), results, strict=True):
             try:
                 ends = result.return_value

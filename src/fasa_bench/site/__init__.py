@@ -1,0 +1,1 @@
+"""The report: one static site of tables, figures, runs and findings, readable from file:// without a network."""
