@@ -26,7 +26,8 @@ def save(
     path: Path, tensor: Tensor, model: Model, setting: str, calibration: Calibration, kind: Kind = "agreement"
 ) -> None:
     """Write an artefact: the tensor and, as text, what it was made of."""
-    facts = {**asdict(calibration), "sample": calibration.sample_id}
+    layers = " ".join(map(str, model.rope.layers))  # to which the tensor's rows belong
+    facts = {**asdict(calibration), "sample": calibration.sample_id, "layers": layers}
     write_whole(path, content({kind: tensor}, facts, model, setting, kind))
 
 
