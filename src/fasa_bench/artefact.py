@@ -26,8 +26,7 @@ def save(
     path: Path, tensor: Tensor, model: Model, setting: str, calibration: Calibration, kind: Kind = "agreement"
 ) -> None:
     """Write an artefact: the tensor and, as text, what it was made of."""
-    layers = " ".join(map(str, model.rope.layers))  # to which the tensor's rows belong
-    facts = {**asdict(calibration), "sample": calibration.sample_id, "layers": layers}
+    facts = {**asdict(calibration), "sample": calibration.sample_id}
     write_whole(path, content({kind: tensor}, facts, model, setting, kind))
 
 
@@ -37,6 +36,7 @@ def content(
     """The bytes of an artefact. tensors: the one of its `kind`, and others that `load` leaves alone."""
     told = {key: str(value) for key, value in facts.items()}
     told |= {"model": model.name, "fingerprint": model.fingerprint, SETTING[kind]: setting}
+    told["layers"] = " ".join(map(str, model.rope.layers))  # to which the tensor's rows belong
     return save_tensors({name: tensor.contiguous() for name, tensor in tensors.items()}, told)
 
 
