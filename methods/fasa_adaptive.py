@@ -15,7 +15,7 @@ from torch import Tensor
 from fasa_bench.cache import KVLayer
 from fasa_bench.errors import UserError
 from fasa_bench.method import best_mask, hidden, resolve_count, top_mask
-from fasa_bench.methods.dominant import Dominant, mean_of_group
+from fasa_bench.methods.dominant import Dominant, kv_heads_of, mean_of_group
 from fasa_bench.methods.fasa import FasaC
 
 if TYPE_CHECKING:
@@ -57,16 +57,18 @@ class FasaAdaptive(FasaC):
         super().prepare(model, calibration)
         if self.n_tip_rule == "uniform":
             return
-        units, kv_heads = model.rope.units(self.pairing), model.config.num_key_value_heads
+        units, kv_heads = model.rope.units(self.pairing), kv_heads_of(model.config)
         agreement = calibration.agreement(model, self.pairing)
         heads = agreement.shape[1]
         if self.fc_granularity == "kv_head":
             agreement = mean_of_group(agreement, kv_heads)
         chosen = spread(agreement, resolve_count("method.n_tip", self.n_tip, len(units)), self.n_tip_rule)
         chosen = chosen.repeat_interleave(heads // chosen.shape[1], dim=1)
-        mask = torch.zeros(*chosen.shape[:2], model.rope.head_dim)
-        mask[..., units.flatten()] = chosen.repeat_interleave(units.shape[1], dim=-1).float()
-        self._layers = [Dominant.of(layer, kv_heads) for layer in mask]
+        dims = units.flatten() % (model.rope.head_dim + 1)  # none goes behind the last
+        mask = torch.zeros(*chosen.shape[:2], model.rope.head_dim + 1)
+        mask[..., dims] = chosen.repeat_interleave(units.shape[1], dim=-1).float()
+        dominant = [Dominant.of(layer, kv_heads) for layer in mask[..., :-1]]
+        self._layers = dict(zip(model.rope.layers, dominant, strict=True))
 
     def step(self, layer: KVLayer, query: Tensor) -> tuple[Tensor, int] | None:
         return super().step(layer, query) if self.budget_rule == "fixed" else None
