@@ -28,6 +28,8 @@ SMALL += ["calibration.prefill=128", "calibration.decode=4", "calibration.k=16"]
 
 
 class FourChunks:
+    layers = ()
+
     @staticmethod
     def units(pairing: str) -> torch.Tensor:
         return torch.arange(DIM).reshape(2, -1).T
