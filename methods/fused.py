@@ -48,7 +48,10 @@ class Kernels:
 
     def layout(self, layer: KVLayer) -> Layout | None:
         """How a layer's leading dimensions are to lie, which is going to be split."""
-        return None if layer.padded else LAYOUTS.get(resolve(self.backend, layer.segments[0].tensors[0]))
+        if layer.padded or not layer.is_plain or layer.packing.bits < 16:
+            return None
+        keys, values = layer.keys, layer.values
+        return LAYOUTS.get(resolve(self.backend, keys)) if keys.shape == values.shape else None
 
     def step(self, layer: KVLayer, query: Tensor, dominant: Dominant) -> tuple[Tensor, int] | None:
         """As fasa_bench.method.Method.step; None where PyTorch's operations have to do."""

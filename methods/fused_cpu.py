@@ -8,7 +8,7 @@ import logging
 import torch
 from torch import Tensor
 
-from fasa_bench.attention import register_dense
+from fasa_bench.attention import dense, register_dense
 from fasa_bench.cache import KVLayer
 from fasa_bench.clock import spent
 from fasa_bench.compiled import NoLibraryError, shared_library
@@ -38,6 +38,8 @@ def _load() -> str | None:
 
 
 def _dense(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    if not cpu.takes(values) or keys.shape != values.shape:
+        return dense(query, keys, values, scale)
     return cpu.dense_step(query[:, :, 0], keys, values, scale)[:, None]
 
 

@@ -154,6 +154,7 @@ def test_rows_that_do_not_lie_together_are_not_taken() -> None:
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache folder, and nothing known of any library."""
     monkeypatch.setenv("FASA_BENCH_CACHE", str(tmp_path))
+    monkeypatch.delenv("FASA_BENCH_CPP", raising=False)
     for known in (shared_library, fused_cpu._load):
         known.cache_clear()
     yield tmp_path
