@@ -9,7 +9,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,9 @@ from transformers import LlamaForCausalLM
 
 from fasa_bench import runner, timing
 from fasa_bench.cache import KVLayer
+from fasa_bench.drawings.latency import figure3, figure7
 from fasa_bench.errors import UserError
 from fasa_bench.filling import filled
-from fasa_bench.latency_figures import draw, figure3, figure7
 from fasa_bench.latency_tables import Timings, markdown, timings
 from fasa_bench.method import Method, Observation
 from fasa_bench.methods.h2o import H2O
@@ -404,17 +404,38 @@ def test_figures_show_the_measured_points_beside_the_papers(stored: Timings) -> 
     assert lines["transformers"] == [[8192, 12], [65536, 60]]
 
 
+def test_each_machine_has_its_own_panels(stored: Timings) -> None:
+    other = replace(stored, run=replace(stored.run, env={**stored.run.env, "gpu": ["Some GPU"]}))
+    axes = figure7([stored, other], load()).axes
+    assert len(axes) == 6
+    for ax in axes[2:]:
+        assert [line.get_label() for line in ax.get_lines()][:2] == ["full KV", "fasa_x 256"]
+    assert sum("Some GPU" in ax.get_title() for ax in axes) == 2
+    assert len(figure3([stored, other], load()).axes) == 6  # one of which is empty
+
+
+def test_nothing_timed_is_said_and_not_drawn() -> None:
+    _, ours, faster = figure3([], load()).axes
+    for ax in (ours, faster, *figure7([], load()).axes[2:]):
+        assert [text.get_text() for text in ax.texts] == ["not run"]
+        assert not ax.lines
+        assert not ax.patches
+
+
 def test_the_report_writes_both_figures_the_same_each_time(stored: Timings, tmp_path: Path) -> None:
-    assert main(["figures", "--results-dir", str(tmp_path)]) == 0
+    command = ["figures", "--results-dir", str(tmp_path), "--only", "figure3", "figure7"]
+    assert main(command) == 0
     made = {path.name: path.read_bytes() for path in (tmp_path / "figures").iterdir()}
-    assert set(made) == {"figure3.pdf", "figure3.png", "figure7.pdf", "figure7.png"}
-    assert made == draw([stored])
+    assert set(made) == {f"{name}.{kind}" for name in ("figure3", "figure7") for kind in ("pdf", "png", "json")}
+    record = json.loads(made["figure7.json"])
+    assert record["runs"] == {"a" * 16: f"runs/{'a' * 16}"}
+    point = next(one for one in record["points"] if (one["series"], one["x"]) == ("fasa_x 256", 65536))
+    assert point["ms"]["median"] == pytest.approx(10.5, abs=0.1)
+    assert point["device_mib"] == 50
+    assert main(command) == 0
+    assert made == {path.name: path.read_bytes() for path in (tmp_path / "figures").iterdir()}
     assert main(["tables", "--results-dir", str(tmp_path)]) == 0
     assert (tmp_path / "tables" / "latency.md").read_text() == markdown([stored])
-    with pytest.raises(UserError, match="no decode step"):
-        draw([])
-    with pytest.raises(UserError, match=r"paper's values cannot be read.*figure3\.yaml"):
-        draw([stored], tmp_path)
 
 
 # benchmarks -------------------------------------------------------------------------------------------------------

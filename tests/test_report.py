@@ -397,7 +397,7 @@ def test_methods_of_a_figure_can_be_told_apart(tmp_path: Path) -> None:
 
 
 def test_figures_are_the_same_bytes_each_time(demo: Path) -> None:
-    paths = write_figures(demo)
+    paths = write_figures(demo, name="runs")
     assert [path.relative_to(demo).as_posix() for path in paths] == ["figures/runs.pdf", "figures/runs.png"]
     first = [path.read_bytes() for path in paths]
     assert first[0].startswith(b"%PDF")
@@ -420,7 +420,7 @@ def test_figures_are_the_same_bytes_each_time(demo: Path) -> None:
 
 def test_nothing_to_draw_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no run has a score"):
-        write_figures(tmp_path, [make(tmp_path, "fkv", None, None, status="failed")])
+        write_figures(tmp_path, [make(tmp_path, "fkv", None, None, status="failed")], "runs")
 
 
 # --- command line

@@ -9,9 +9,10 @@ rows, columns: names that are no settings of runs but parts of a metric's name, 
     in that name: with metric "compound_ca/{row}/budget={column}" one run fills a whole grid. `row` and `column` are
     then the keys that the paper's values have these names under.
 derived: a function of fasa_bench.derived makes the grids, where a cell takes more than a look at one run.
-where: settings a run must have to be part of this layout. unit, better (high | low): what the metric does not tell.
+title: what tells its grids from those of other layouts. where: settings a run must have to be part of it.
+unit, better (high | low): what the metric does not tell.
 paper: by metric, what the paper's values call it where they differ: {speed-up 64K: {metric: speedup, context: 65536}}.
-draw: how figures draw it (fasa_bench.drawings): curves if not said. title: added to the panels' names.
+draw: how figures draw it (fasa_bench.drawings): curves if not said.
 average: a metric that is the mean over the columns, added as the last one; the mean is taken here where a run lacks it.
 """
 
@@ -203,12 +204,13 @@ class Stored:
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self.runs = list(runs)
-        self._by_name: dict[tuple[str, str], list[Run]] = {}
+        self._by_name: dict[tuple[str, ...], list[Run]] = {}
         for run in self.runs:
-            self._by_name.setdefault((run.name("model"), run.name("task")), []).append(run)
+            self._by_name.setdefault((run.name("model"), run.name("task"), run.name("method")), []).append(run)
 
     def find(self, planned: Planned) -> Run | None:
-        return planned.find(self._by_name.get((planned.given["model"], planned.given["task"]), ()))
+        name = (planned.given["model"], planned.given["task"], planned.get("method"))
+        return planned.find(self._by_name.get(name, ()))
 
     def difference(self, run: Run, metric: str) -> Difference | None:
         return self._differences.get(run.folder, {}).get(metric)

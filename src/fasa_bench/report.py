@@ -109,11 +109,11 @@ def write_figures(
     """
     from fasa_bench import drawings, figures  # not at the top: tables need no matplotlib
 
+    runs = _some(results_dir, runs)
     if name is None:
-        runs = report_runs(results_dir) if runs is None else runs
         drawn: Iterable[tuple[str, bytes]] = drawings.draw(runs, results_dir, only)
     else:
-        groups = grouped(run for run in _some(results_dir, runs) if not is_timing(run))
+        groups = grouped(run for run in runs if not is_timing(run))
         drawn = ((f"{name}.{kind}", data) for kind, data in figures.draw(groups).items())
     return [_write(Path(results_dir) / "figures" / file, data) for file, data in drawn]
 

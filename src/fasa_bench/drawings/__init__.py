@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from fasa_bench import paper
 from fasa_bench.drawings import curves, diagram, heatmaps, latency, listing, style
@@ -58,6 +59,6 @@ def drawn(experiment: Experiment, values: dict[str, Place], stored: Stored) -> s
     return style.Drawing(maker(measured, values), "; ".join(exhibit.notes), latency.record(measured))
 
 
-def _layout(experiment: Experiment) -> dict[str, object]:
+def _layout(experiment: Experiment) -> dict[str, Any]:
     layout = experiment.layout
     return dict(layout[0] if isinstance(layout, list) else layout)

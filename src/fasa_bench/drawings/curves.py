@@ -24,11 +24,14 @@ from fasa_bench.exhibits import LABELS, Exhibit, Grid, in_unit
 from fasa_bench.figures import GREY, STYLE, Look
 from fasa_bench.paper import Place, Value
 
-HEIGHT = 1.5  # inches of a panel
+HEIGHT, LOW = 1.5, 0.95  # inches of a panel, and of one with nothing in it
+LETTER = 0.06  # inches of a title's
+SPAN = 5  # percentage points that an axis has at least
 FULL = "fkv"
 ALL, UNKNOWN = "all", "?"  # where the paper's numbers for all budgets stand, and those of unknown ones
 SEVERAL = 3  # times: scores that lie farther apart than this get a logarithmic axis, if they are no percentages
 JOINT = " · "
+X_LABELS = {"budget": "budget, tokens", "distance": "distance, tokens"}
 
 
 @dataclass(frozen=True)
@@ -48,22 +51,27 @@ def draw(exhibit: Exhibit, place: Place | None) -> Drawing:
     columns = max(2, *map(len, lines))
     width = PAGE if columns > 2 else COLUMN
     points: list[dict[str, Any]] = []
-    all_told: list[Told] = []
+    told = {id(grid): list(_told(grid, place)) if place else [] for grid in exhibit.grids}
+    all_told = [each for grid in exhibit.grids for each in told[id(grid)]]
+    titles = {id(grid): _title(grid, told[id(grid)]) for grid in exhibit.grids}
+    two_lines = LETTER * max(map(len, titles.values())) > width / columns - 0.25
+    if two_lines:
+        titles = {key: title.replace(", ", "\n") for key, title in titles.items()}
+    heights = [LOW if all(grid.is_empty and not told[id(grid)] for grid in line) else HEIGHT for line in lines]
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(width, HEIGHT * len(lines) + 0.55), layout="constrained")
-        axes = figure.subplots(len(lines), columns, squeeze=False)
+        figure = Figure(figsize=(width, sum(heights) + 0.55 + 0.13 * two_lines * len(lines)), layout="constrained")
+        axes = figure.subplots(len(lines), columns, squeeze=False, height_ratios=heights)
         for index, grids in enumerate(lines):
             for ax in axes[index, len(grids) :]:
                 ax.set_visible(False)
             for ax, grid in zip(axes[index], grids, strict=False):
-                told = list(_told(grid, place)) if place else []
-                all_told += told
-                points += _panel(ax, grid, told, exhibit, series)
-                _range(ax, grid, told, place)
+                ax.set_title(titles[id(grid)])
+                points += _panel(ax, grid, told[id(grid)], exhibit, series)
+                _range(ax, grid, told[id(grid)], place)
                 if grid is grids[0]:
                     ax.set_ylabel(_unit(grid))
                 if all(len(below) <= grids.index(grid) for below in lines[index + 1 :]):  # the lowest one
-                    ax.set_xlabel("budget, % of the prompt" if _is_ratio(grid) else "budget, tokens")
+                    ax.set_xlabel(_x_label(grid))
         handles = _handles(exhibit, series, bool(all_told))
         fitting = max(2, int(width / (0.45 + 0.045 * max(len(str(handle.get_label())) for handle in handles))))
         even = math.ceil(len(handles) / math.ceil(len(handles) / fitting))  # lines of the same length
@@ -88,16 +96,16 @@ def _told(grid: Grid, place: Place) -> Iterator[Told]:
     for row in grid.rows:
         values = {column: grid.cell(row, column).paper for column in grid.columns}
         known = {column: value for column, value in values.items() if value is not None}
-        if _is_full(row) and known:
-            yield Told(row, None, next(iter(known.values())))
-        else:
+        if not _is_full(row):
             yield from (Told(row, column, value) for column, value in known.items())
     model, data = grid.keys.get("model"), _data(grid)
     methods = {str(row).split(JOINT)[0]: str(row) for row in grid.rows}
     for value in place.values:
         mine = value.model == model and (data is None or data in (value.dataset, value.metric, value.task))
         row = next((methods[name] for name in (value.method, f"{value.method}_c") if name in methods), None)
-        if mine and row is not None and value.budget is None and not _is_full(row):
+        if mine and row is not None and _is_full(row):
+            yield Told(row, None, in_unit(value, grid.unit))
+        elif mine and row is not None and value.budget is None:
             yield Told(row, UNKNOWN if "label" in value.keys else ALL, in_unit(value, grid.unit))
     yield from _claims(grid, place)
 
@@ -115,6 +123,12 @@ def _claims(grid: Grid, place: Place) -> Iterator[Told]:
         yield Told(row, float(at), Value(**base), claim.text)
 
 
+def _title(grid: Grid, told: Sequence[Told]) -> str:
+    if grid.is_empty and told and all(each.value.model is None for each in told):
+        return "Paper (model not stated)"
+    return grid.title
+
+
 def _data(grid: Grid) -> Any:
     keys = grid.keys
     return keys.get("dataset") or keys.get("task.corpus") or keys.get("task")
@@ -127,16 +141,15 @@ def _is_full(row: Any) -> bool:
 def _panel(ax: Axes, grid: Grid, told: Sequence[Told], exhibit: Exhibit, series: Series) -> list[dict[str, Any]]:
     """Draw one panel; returns its part of the record."""
     title = grid.title
-    ax.set_title(title)
     ratio = _is_ratio(grid)
-    budgets = [float(column) for column in grid.columns]
+    budgets = _places(grid)
     extra = [at for at in (ALL, UNKNOWN) if any(each.at == at for each in told)]
     places = {at: _beyond(budgets, 1 + place, ratio) for place, at in enumerate(extra)}
-    points = []
+    points: list[dict[str, Any]] = []
     curves = [name for name in series.names if not _is_full(name)]
     for row in grid.rows:
         style, name = series.look(row), exhibit.label(row)
-        cells = [(float(column), grid.cell(row, column)) for column in grid.columns]
+        cells = [(at, grid.cell(row, column)) for at, column in zip(budgets, grid.columns, strict=True)]
         found = [(at, cell) for at, cell in cells if cell.value is not None]
         points += [
             {
@@ -151,7 +164,7 @@ def _panel(ax: Axes, grid: Grid, told: Sequence[Told], exhibit: Exhibit, series:
             shift = curves.index(series.of[row]) - (len(curves) - 1) / 2
             _curve(ax, [(_shifted(at, shift, budgets, ratio), cell) for at, cell in found], style)
     for each in told:
-        at = places.get(str(each.at), each.at)
+        at: Any = places.get(str(each.at), each.at)
         if each.at == ALL:
             at = _shifted(
                 at, 5 * (sorted({one.row for one in told if one.at == ALL}).index(each.row) - 1), budgets, ratio
@@ -223,13 +236,18 @@ def _their_point(ax: Axes, told: Told, at: Any, style: Look) -> None:
     """Hollow; a range as a broad bar, an open one with an arrow; a question mark where sources disagree."""
     value = told.value
     if at is None:
-        for height in {value.low, value.high} - {None}:
+        for height in sorted({end for end in (value.low, value.high) if end is not None}):
             ax.axhline(height, color=style.colour, linestyle=":", linewidth=0.9, zorder=1)
         return
     if told.at == UNKNOWN:
-        ax.plot(at, value.value, color=GREY, marker="_", markersize=5, markeredgewidth=0.5)
+        ax.plot(at, value.low or 0, color=GREY, marker="_", markersize=5, markeredgewidth=0.5)
         return
-    hollow = {"marker": style.marker, "markerfacecolor": "none", "markeredgecolor": style.colour, "linestyle": ""}
+    hollow: dict[str, Any] = {
+        "marker": style.marker,
+        "markerfacecolor": "none",
+        "markeredgecolor": style.colour,
+        "linestyle": "",
+    }
     low, high = value.low, value.high
     if low is not None and low == high:
         ax.plot(at, low, markersize=5, markeredgewidth=0.9, zorder=5, **hollow)
@@ -239,7 +257,7 @@ def _their_point(ax: Axes, told: Told, at: Any, style: Look) -> None:
     else:
         end, turn = (low, True) if low is not None else (high, False)
         assert end is not None
-        bars = {"lolims": turn, "uplims": not turn, "elinewidth": 0.8, "capsize": 0}
+        bars: dict[str, Any] = {"lolims": turn, "uplims": not turn, "elinewidth": 0.8, "capsize": 0}
         ax.errorbar(at, end, yerr=0.06 * abs(end), color=style.colour, markersize=5, **bars, **hollow)
     if value.confidence == "conflicting":
         ax.annotate("?", (at, value.value if value.value is not None else low or high or 0), (4, 1), **FAINT,
@@ -249,6 +267,10 @@ def _their_point(ax: Axes, told: Told, at: Any, style: Look) -> None:
 def _axes(ax: Axes, grid: Grid, budgets: Sequence[float], places: dict[str, float]) -> None:
     ratio = _is_ratio(grid)
     ends = [*budgets, *places.values()]
+    if _is_named(grid):
+        ax.set_xlim(-0.5, len(budgets) - 0.5)
+        ax.set_xticks(budgets, [str(column) for column in grid.columns])
+        return
     if ratio:
         step = (max(budgets) - min(budgets)) / 12
         ax.set_xlim(min(ends) - step, max(ends) + step)
@@ -269,7 +291,7 @@ def _apart(ax: Axes, budgets: Sequence[float]) -> list[float]:
     """The budgets whose labels have room; the last one always, as it ends the axis."""
     scale = ax.transScale.transform
     start, end = (scale((at, 1))[0] for at in ax.get_xlim())
-    room = 0.028 * max(len(f"{at:g}") for at in budgets) + 0.02
+    room = 0.032 * max(len(f"{at:g}") for at in budgets) + 0.02
     shown: list[float] = []
     for at in sorted(budgets, reverse=True):
         if not shown or scale((shown[-1], 1))[0] - scale((at, 1))[0] > room * (end - start):
@@ -287,9 +309,11 @@ def _range(ax: Axes, grid: Grid, told: Sequence[Told], place: Place | None) -> N
             ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
             ax.yaxis.set_minor_formatter(NullFormatter())
             return
-    if told or not grid.is_empty:  # room for what is said at the top
+    if told or not grid.is_empty:
         low, high = ax.get_ylim()
-        ax.set_ylim(low, high + 0.14 * (high - low))
+        if grid.unit == "%" and high - low < SPAN:
+            low, high = (low, low + SPAN) if low >= 0 else (-0.05 * SPAN, SPAN)
+        ax.set_ylim(low, high + 0.16 * (high - low))  # room for what is said at the top
     ax.yaxis.set_major_locator(MaxNLocator(5))
     if not grid.is_empty or place is None:
         return
@@ -297,10 +321,10 @@ def _range(ax: Axes, grid: Grid, told: Sequence[Told], place: Place | None) -> N
     ticks = next(
         (each["y_ticks"] for each in place.panels if "y_ticks" in each and wanted.items() <= each.items()), None
     )
-    theirs = [end for each in told for end in (each.value.low, each.value.high) if end is not None]
+    theirs = [end for each in told for end in (each.value.low, each.value.high or 1.08 * (each.value.low or 0)) if end]
     if ticks:
         low, high = min(*theirs, *ticks), max(*theirs, *ticks)
-        ax.set_ylim(low - 0.06 * (high - low), high + 0.2 * (high - low))
+        ax.set_ylim(low - 0.06 * (high - low), high + 0.25 * (high - low))
         ax.yaxis.set_major_locator(FixedLocator(list(ticks)))
     elif not theirs:
         ax.set_yticks([])
@@ -324,10 +348,10 @@ def _handles(exhibit: Exhibit, series: Series, told: bool) -> list[Line2D]:
     handles = []
     for name in series.names:
         style = look(name, series.names)
-        shape = {"marker": style.marker, "markersize": 3.2, "linestyle": style.line}
+        shape: dict[str, Any] = {"marker": style.marker, "markersize": 3.2, "linestyle": style.line}
         handles.append(Line2D([], [], color=style.colour, label=series.label(name), **shape))
     if told:
-        hollow = {"markerfacecolor": "none", "markeredgecolor": GREY, "linestyle": ""}
+        hollow: dict[str, Any] = {"markerfacecolor": "none", "markeredgecolor": GREY, "linestyle": ""}
         handles.append(Line2D([], [], marker="o", label="paper, approx.", **hollow))
     cells = [cell for grid in exhibit.grids for cell in grid.cells.values()]
     if any(cell.state == "partial" for cell in cells):
@@ -359,8 +383,24 @@ def _unit(grid: Grid) -> str:
     return f"{'score, %' if grid.unit == '%' else grid.unit} {arrow}"
 
 
+def _x_label(grid: Grid) -> str:
+    if _is_ratio(grid):
+        return "budget, % of the prompt"
+    return X_LABELS.get(grid.column_key, grid.column_key.rpartition(".")[2].replace("_", " "))
+
+
 def _is_ratio(grid: Grid) -> bool:
     return all(isinstance(column, float) for column in grid.columns)
+
+
+def _is_named(grid: Grid) -> bool:
+    """Whether columns are names, which stand side by side, and no numbers."""
+    return any(isinstance(column, str) for column in grid.columns)
+
+
+def _places(grid: Grid) -> list[float]:
+    """Where the columns stand on the axis."""
+    return [float(place if _is_named(grid) else column) for place, column in enumerate(grid.columns)]
 
 
 def _beyond(budgets: Sequence[float], steps: int, ratio: bool) -> float:
@@ -371,6 +411,6 @@ def _beyond(budgets: Sequence[float], steps: int, ratio: bool) -> float:
 
 def _shifted(at: float, places: float, budgets: Sequence[float], ratio: bool) -> float:
     """So that intervals at one budget stand side by side."""
-    if ratio:
+    if ratio or min(budgets) <= 0:  # shares, or names
         return at + places * (max(budgets) - min(budgets)) / 120
     return at * 2.0 ** (0.06 * places)

@@ -174,7 +174,7 @@ def _bar(figure: Figure, line: Sequence[Axes], panels: Sequence[Panel]) -> None:
         scale = ScalarMappable(Normalize(low, high), COLOURS)
         bar = figure.colorbar(scale, ax=own, extend="both", pad=0.01, aspect=14, shrink=0.95)
         bar.set_label("CA", fontsize=6.5)
-        bar.outline.set_visible(False)  # type: ignore[operator]
+        bar.outline.set_visible(False)
 
 
 def _record(panel: Panel) -> Iterator[dict[str, Any]]:

@@ -75,7 +75,10 @@ def draw(root: Path = ROOT) -> Drawing:
         figure = Figure(figsize=(PAGE, LINE * (len(rows) + 1)))
         for index, (number, text, kind) in enumerate(rows):
             y = 1 - (index + 1) / (len(rows) + 1)
-            look = {"head": {"color": COLOURS[0], "fontweight": "bold"}, "note": {"color": COLOURS[1]}}.get(kind, {})
+            look: dict[str, Any] = {
+                "head": {"color": COLOURS[0], "fontweight": "bold"},
+                "note": {"color": COLOURS[1]},
+            }.get(kind, {})
             figure.text(0.035, y, number, fontsize=4.6, family=MONO, color=GREY, va="center", ha="right")
             figure.text(0.05, y, text, fontsize=5.6, family=MONO, va="center", **look)
     points: list[dict[str, Any]] = [
