@@ -12,7 +12,7 @@ PROFILE ?= mini
 TIMED := task=latency budget=256 logger=none results_dir=$(BENCH)
 
 .PHONY: setup demo test test-slurm test-ray lint tables figures report test-report reproduce bench bench-gpu bench-sweep
-.PHONY: clean
+.PHONY: test-tensor-parallel clean
 
 setup: $(READY)
 
@@ -37,6 +37,9 @@ test-ray: setup  ## a sweep through a one-node Ray cluster on this machine
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[ray]'
 	$(BIN)/python -m pip install --quiet --no-deps hydra-ray-launcher==1.2.2  # its own pins exclude joblib and need boto3
 	$(BIN)/python -m pytest tests/clusters/on_ray.py
+
+test-tensor-parallel: setup  ## the engine on a model split over two processes
+	$(BIN)/python -m pytest tests/clusters/on_two_ranks.py
 
 lint: setup
 	$(BIN)/ruff check .

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from operator import truediv
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,14 +25,16 @@ from configured import method_named, prepare_at_random
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from fasa_bench.attention import Reading, forward, reading
-from fasa_bench.cache import Cache, KVLayer
+from fasa_bench.attention import Reading, faster_dense, forward, reading
+from fasa_bench.cache import KVLayer
 from fasa_bench.clock import synchronise
 from fasa_bench.environment import environment
 from fasa_bench.method import Method
+from fasa_bench.model_cache import Cache
 from fasa_bench.roofline import bandwidth
 from fasa_bench.segments import product
 
+OURS = "dense, compiled"
 FORMS: dict[str, dict[str, Any]] = {  # settings of conf/method, and what is changed
     "FASA, all per KV head": {"name": "fasa_plus"},
     "FASA, all per KV head, share=max": {"name": "fasa_plus", "share": "max"},
@@ -45,6 +48,7 @@ HEAD = [
     "ms",
     "quartiles",
     "times as fast",
+    "as PyTorch",
     "limit",
     "of the limit",
     "MiB read",
@@ -127,6 +131,9 @@ def dense_forms(layer: KVLayer, scale: float) -> dict[str, Callable[[Tensor], Te
         "dense, SDPA folded": folded,
         "dense, SDPA enable_gqa": grouped,
     }
+    faster = faster_dense(keys)
+    if faster is not None:
+        forms[OURS] = lambda query: faster(query, keys, values, scale).transpose(1, 2)
     if layer.device.type != "cpu" and keys.dtype in (torch.float16, torch.bfloat16):
         flash = _flash(keys, values, scale)
         forms |= {"dense, flash-attn": flash} if flash else {}
@@ -179,7 +186,10 @@ def compare(
     dense = list(calls)
     calls |= {form: partial(step, query, *new) for form, step in steps.items()}
     times = take_turns(calls, device, turns)
-    best = min(dense, key=lambda name: statistics.median(times[name]))
+    best, best_of_pytorch = (
+        min(names, key=lambda name: statistics.median(times[name]))
+        for names in (dense, [name for name in dense if name != OURS])
+    )
     whole = layer.keys.nbytes + layer.values.nbytes
     rate = bandwidth(device)["limit"]
     rows = []
@@ -195,6 +205,7 @@ def compare(
             "p25": quartiles[0],
             "p75": quartiles[2],
             "times_as_fast": statistics.median(ratios),
+            "as_pytorch": statistics.median(map(truediv, times[best_of_pytorch], taken)),
             "limit": whole / read,
             "read_bytes": read,
             "of_bandwidth": read / (statistics.median(taken) / 1e3) / rate,
@@ -227,6 +238,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
                 f"{row['ms']:.3f}",
                 f"{row['p25']:.3f} to {row['p75']:.3f}",
                 times,
+                f"{row['as_pytorch']:.2f}",
                 f"{row['limit']:.2f}",
                 f"{row['times_as_fast'] / row['limit']:.0%}",
                 f"{row['read_bytes'] / 2**20:.1f}",

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fasa_bench.cache import KVLayer
 from fasa_bench.method import hidden
+from fasa_bench.softmax import biased, capped, weights
 
 
 def approximate_logits(layer: KVLayer, query: Tensor, rank: int) -> tuple[Tensor, Tensor]:
@@ -28,8 +29,19 @@ def many_logits(layer: KVLayer, query: Tensor, rank: int, visible: Tensor | None
     mask = mask.repeat_interleave(query.shape[1] // layer.heads, dim=1)
     coverage = (magnitude * mask).sum(-1, keepdim=True) / magnitude.sum(-1, keepdim=True)
     # a component that is not chosen is 0 in the query and adds exactly nothing: one product for all heads
-    logits = layer.dot(query * mask.to(query.dtype)).float().mul_(layer.scale / coverage.sqrt())
+    logits = capped(layer, layer.dot(query * mask.to(query.dtype)).float().mul_(layer.scale / coverage.sqrt()))
+    logits = biased(layer, logits, 1.0)
     return logits if visible is None else hidden(logits, visible, torch.finfo(logits.dtype).min), components
+
+
+def covered(layer: KVLayer, logits: Tensor, read: Tensor) -> Tensor:
+    """The weight of what attention over some tokens covers: these, and a head's sink, which is always part of it.
+
+    logits [b, Hq, ..., n], and which tokens are read, 0 or 1, broadcast to them -> [b, Hq, ...].
+    """
+    found = weights(layer, logits)
+    share = (found * read).sum(-1)
+    return share if layer.sinks is None else share + 1 - found.sum(-1)
 
 
 def mean_value(layer: KVLayer) -> Tensor:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fasa_bench.cache import KVLayer
+from fasa_bench.softmax import biased
+from fasa_bench.split import in_one
+
 
 def dominant_dimensions(agreement: Tensor, units: Tensor, count: int, kv_heads: int, head_dim: int) -> list[Dominant]:
-    """For each layer, the dimensions of the `count` chunks with the highest agreement [layers, Hq, chunks].
+    """For each of the layers, the dimensions of the `count` chunks with the highest agreement [layers, Hq, chunks].
 
-    units [chunks, s]: the dimensions of each chunk.
+    units [chunks, s]: the dimensions of each chunk, -1 for none.
     """
     return [Dominant.of(mask, kv_heads) for mask in chunk_mask(agreement, units, count, head_dim)]
 
@@ -26,7 +30,7 @@ class Dominant:
         self.mask, self.order, self.lead = mask, order, lead
         heads = len(order)
         ordered = mask.unflatten(0, (heads, -1)).gather(3, order[:, None, None].expand(-1, len(mask) // heads, -1, -1))
-        self.lead_mask = ordered.flatten(0, 1)[..., :lead]
+        self.lead_mask = ordered.flatten(0, 1)[..., :lead].contiguous()
         self.shared = bool(self.lead_mask.all())
 
     @classmethod
@@ -42,12 +46,27 @@ class Dominant:
             self.lead_mask = self.lead_mask.to(query.device, query.dtype)
         return self
 
+    def products(self, layer: KVLayer, query: Tensor, position_bias: bool) -> Tensor:
+        """Of the dominant dimensions of queries [b, Hq, q, d] with all keys, as KVLayer.lead_dot gives them.
+
+        position_bias: with ALiBi's, where the model has it.
+        """
+        if not layer.is_split:
+            products = layer.lead_dot(query * self.mask)
+        elif self.shared:
+            products = layer.lead_dot(layer.query_parts(query)[0], whole=query.shape[2] == 1)
+        else:
+            products = layer.lead_dot(layer.query_parts(query)[0] * self.lead_mask)
+        if position_bias and layer.slopes is not None:
+            return biased(layer, in_one(products, layer.length), layer.scale)[None]
+        return products
+
 
 def chunk_mask(agreement: Tensor, units: Tensor, count: int, head_dim: int) -> Tensor:
     """1 on the dimensions of the `count` chunks with the highest agreement: [layers, Hq, chunks] -> [layers, Hq, d]."""
     best = agreement.topk(count, dim=-1).indices
-    dims = units[best].flatten(2)
-    return torch.zeros(*agreement.shape[:2], head_dim).scatter(2, dims, 1.0)
+    dims = units[best].flatten(2) % (head_dim + 1)  # none goes behind the last
+    return torch.zeros(*agreement.shape[:2], head_dim + 1).scatter(2, dims, 1.0)[..., :head_dim]
 
 
 def mean_of_group(agreement: Tensor, kv_heads: int) -> Tensor:

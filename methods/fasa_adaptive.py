@@ -64,9 +64,11 @@ class FasaAdaptive(FasaC):
             agreement = mean_of_group(agreement, kv_heads)
         chosen = spread(agreement, resolve_count("method.n_tip", self.n_tip, len(units)), self.n_tip_rule)
         chosen = chosen.repeat_interleave(heads // chosen.shape[1], dim=1)
-        mask = torch.zeros(*chosen.shape[:2], model.rope.head_dim)
-        mask[..., units.flatten()] = chosen.repeat_interleave(units.shape[1], dim=-1).float()
-        self._layers = [Dominant.of(layer, kv_heads) for layer in mask]
+        dims = units.flatten() % (model.rope.head_dim + 1)  # none goes behind the last
+        mask = torch.zeros(*chosen.shape[:2], model.rope.head_dim + 1)
+        mask[..., dims] = chosen.repeat_interleave(units.shape[1], dim=-1).float()
+        dominant = [Dominant.of(layer, kv_heads) for layer in mask[..., :-1]]
+        self._layers = dict(zip(model.rope.layers, dominant, strict=True))
 
     def step(self, layer: KVLayer, query: Tensor) -> tuple[Tensor, int] | None:
         return super().step(layer, query) if self.budget_rule == "fixed" else None

@@ -32,7 +32,7 @@ class FasaM(FasaC):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.backend == "triton":
-            raise UserError.of("method.backend", "triton", "must be auto or torch: no kernel reads the host's memory")
+            raise UserError.of("method.backend", "triton", "must be auto, torch or cpp: Triton's cannot offload")
 
     def step(self, layer: KVLayer, query: Tensor) -> None:
         if not layer.is_split:  # a prompt of fewer tokens than the budget: until now everything was read
@@ -43,8 +43,11 @@ class FasaM(FasaC):
         if after is not None:
             after.prefetch()
 
-    def _split(self, layer: KVLayer) -> None:
+    def select(self, layer: KVLayer, query: Tensor) -> Tensor:
+        slots = self._kernels.select(layer, query, self._layers[layer.index].on(query))
+        return super().select(layer, query) if slots is None else slots
+
+    def _split(self, layer: KVLayer, offload: Prefetch | None = None) -> None:
         if layer.packing.bits < 16:
             raise UserError.of("cache.bits", layer.packing.bits, f"must be 16: {self.name} offloads no packed rows")
-        dominant = self._layers[layer.index]
-        layer.split(dominant.order, dominant.lead, offload=self.prefetch)
+        super()._split(layer, self.prefetch)

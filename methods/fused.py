@@ -1,4 +1,4 @@
-"""FASA's decode step by the Triton kernels, where they can run."""
+"""FASA's decode step by kernels, where they can run: Triton's on CUDA, the compiled ones on a CPU."""
 
 from __future__ import annotations
 
@@ -7,69 +7,60 @@ from typing import Literal
 from torch import Tensor
 
 from fasa_bench.cache import KVLayer
+from fasa_bench.clock import stage
 from fasa_bench.errors import UserError
-from fasa_bench.kernels.backend import INTERPRETED, token_counts, unavailable
-from fasa_bench.kernels.decode import Share, Workspace, fasa_step
+from fasa_bench.kernels import cpu
+from fasa_bench.kernels.backend import INTERPRETED, unavailable
+from fasa_bench.lead import ROWS, Layout
 from fasa_bench.methods.dominant import Dominant
+from fasa_bench.methods.fused_cpu import CpuKernels, missing
+from fasa_bench.methods.fused_cuda import TritonKernels
 
-Backend = Literal["auto", "torch", "triton"]
-MOST_HEADS = 16  # query heads of a KV head that the kernels take
+Backend = Literal["auto", "torch", "triton", "cpp"]
+Share = Literal["none", "max", "softmax"]
+LAYOUTS = {"triton": ROWS, "cpp": Layout(cpu.BLOCK, cpu.append)}
 
 
-def use_kernels(backend: Backend, tensor: Tensor) -> bool:
-    """Whether the kernels run on this tensor's device: where it is asked for, by itself on CUDA only."""
-    missing = unavailable(tensor)
-    if backend == "triton" and missing:
-        raise UserError.of("method.backend", backend, f"cannot be used: {missing}; auto or torch can")
-    return backend == "triton" or (backend == "auto" and missing is None and not INTERPRETED)
+def resolve(backend: Backend, tensor: Tensor) -> Literal["torch", "triton", "cpp"]:
+    """Who computes on this tensor's device and in its type: what is asked for, or the fastest that can be had."""
+    if backend == "torch":
+        return backend
+    reasons: dict[Literal["triton", "cpp"], str | None] = {}
+    if backend == "triton" or (backend == "auto" and not INTERPRETED):
+        reasons["triton"] = unavailable(tensor)
+    if backend != "triton":
+        reasons["cpp"] = missing(tensor)
+    for name, reason in reasons.items():
+        if reason is None:
+            return name
+    if backend != "auto":
+        raise UserError.of("method.backend", backend, f"cannot be used: {reasons[backend]}; auto or torch can")
+    return "torch"
 
 
 class Kernels:
-    """The kernels with their buffers, which all layers and sequences of one shape use in turn."""
+    """The kernels of one method. share: who chooses and by what; sinks, recent: tokens that are always chosen."""
 
-    def __init__(self, share: Share, sinks: int, recent: int) -> None:
-        self.share, self.sinks, self.recent = share, sinks, recent
-        self._workspaces: dict[tuple[object, ...], Workspace] = {}
-        self._counts: dict[tuple[object, ...], Tensor] = {}
+    def __init__(self, backend: Backend, share: Share, sinks: int, recent: int) -> None:
+        self.backend = backend
+        self._triton = TritonKernels(share, sinks, recent)
+        self._cpu = CpuKernels(share, sinks, recent)
+
+    def layout(self, layer: KVLayer) -> Layout | None:
+        """How a layer's leading dimensions are to lie, which is going to be split."""
+        return None if layer.padded else LAYOUTS.get(resolve(self.backend, layer.segments[0].tensors[0]))
 
     def step(self, layer: KVLayer, query: Tensor, dominant: Dominant) -> tuple[Tensor, int] | None:
-        """As fasa_bench.method.Method.step."""
-        budget, heads = layer.budget, query.shape[1]
-        assert budget is not None
-        if query.shape[2] > 1 or heads // layer.heads > MOST_HEADS:
+        """As fasa_bench.method.Method.step; None where PyTorch's operations have to do."""
+        name = resolve(self.backend, query) if layer.is_split and layer.is_plain else "torch"
+        if name == "torch":
             return None
-        rows = layer.read_split(budget * (heads if self.share == "none" else layer.heads))
-        if rows is None:
+        with stage("kernels"):
+            return (self._triton if name == "triton" else self._cpu).step(layer, query, dominant)
+
+    def select(self, layer: KVLayer, query: Tensor, dominant: Dominant) -> Tensor | None:
+        """As fasa_bench.method.Method.select, of a layer whose other rows lie elsewhere; None as above."""
+        if not (layer.is_split and layer.is_plain) or resolve(self.backend, query) != "cpp":
             return None
-        ordered = rows.split.apply(query)[:, :, 0]
-        lead, rest, values = rows.storage
-        key = (query.device, *query.shape, layer.heads, lead.shape[2], budget)
-        if key not in self._workspaces:
-            self._workspaces.clear()  # of a cache that has grown
-            self._workspaces[key] = Workspace(*_shape(query, layer), lead.shape[2], budget, query.device, self.share)
-        output = fasa_step(
-            ordered[..., : rows.split.lead] * dominant.lead_mask[:, 0],
-            ordered,
-            lead,
-            rest if rest.shape[-1] else None,  # a group may use all dimensions
-            values,
-            self._count(0, query),
-            self._count(layer.length, query),
-            layer.scale,
-            self._workspaces[key],
-            self.sinks,
-            self.recent,
-        )
-        return output[:, None], budget
-
-    def _count(self, tokens: int, query: Tensor) -> Tensor:
-        """A number of tokens on the device; all layers of a step have the same."""
-        key = (query.device, len(query), tokens)
-        if key not in self._counts:
-            self._counts = {at: count for at, count in self._counts.items() if at[2] == 0}
-            self._counts[key] = token_counts(tokens, len(query), query.device)
-        return self._counts[key]
-
-
-def _shape(query: Tensor, layer: KVLayer) -> tuple[int, int, int, int]:
-    return len(query), query.shape[1], layer.heads, query.shape[3]
+        with stage("kernels"):
+            return self._cpu.select(layer, query, dominant)

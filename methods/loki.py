@@ -17,6 +17,7 @@ from torch import Tensor
 from fasa_bench.cache import KVLayer
 from fasa_bench.method import TopTokens, resolve_count
 from fasa_bench.principal import Rotary
+from fasa_bench.softmax import biased
 
 if TYPE_CHECKING:
     from fasa_bench.calibration import Calibration
@@ -41,12 +42,15 @@ class Loki(TopTokens):
 
     def prepare(self, model: Model, calibration: Calibration) -> None:
         basis = calibration.basis(model, self.rotary)  # [layers, H, d, d]
-        self._first = list(basis[..., : resolve_count("method.r", self.r, basis.shape[-1])])
+        first = basis[..., : resolve_count("method.r", self.r, basis.shape[-1])]
+        self._first = dict(zip(model.rope.layers, first, strict=True))
 
     def scores(self, layer: KVLayer, query: Tensor, visible: Tensor | None) -> Tensor:
         # kept where and in the type that the layer's queries are
         first = self._first[layer.index] = self._first[layer.index].to(query)  # P [H, d, r]
         projected = query.reshape(query.shape[0], len(first), -1, query.shape[-1]) @ first
         if query.shape[2] == 1:  # q P (k P)' = (q P P') k': brought back, so that the keys stay as they are
-            return layer.dot((projected @ first.mT).reshape(query.shape))
-        return (projected @ (layer.keys @ first).mT).reshape(*query.shape[:3], -1)
+            products = layer.dot((projected @ first.mT).reshape(query.shape))
+        else:
+            products = (projected @ (layer.keys @ first).mT).reshape(*query.shape[:3], -1)
+        return biased(layer, products, layer.scale)

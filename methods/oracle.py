@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fasa_bench.cache import KVLayer
 from fasa_bench.method import TopTokens
+from fasa_bench.softmax import biased
 
 
 @dataclass
@@ -18,4 +19,4 @@ class Oracle(TopTokens):
     speed: ClassVar[Literal["physical", "simulated"]] = "simulated"
 
     def scores(self, layer: KVLayer, query: Tensor, visible: Tensor | None) -> Tensor:
-        return layer.dot(query)
+        return biased(layer, layer.dot(query), layer.scale)

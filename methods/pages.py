@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fasa_bench.cache import KVLayer
+from fasa_bench.softmax import biased, position_bias
 
 
 def page_keys(layer: KVLayer, start: int, end: int) -> Tensor:
@@ -17,6 +18,19 @@ def page_bounds(keys: Tensor, page: int) -> tuple[Tensor, Tensor]:
     """Smallest and largest value of each dimension in every page: [b, H, pages * page, d] -> two [b, H, pages, d]."""
     paged = keys.unflatten(2, (keys.shape[2] // page, page))
     return paged.amin(3), paged.amax(3)
+
+
+def bounded(layer: KVLayer, scores: Tensor, page: int, recent: int) -> Tensor:
+    """Bounds of products [b, H, G, pages] as [b, Hq, pages], and of logits where ALiBi adds to them.
+
+    The bias adds most to the newest token of a page; pages are made of all but the `recent` newest tokens.
+    """
+    scores = scores.flatten(1, 2)
+    if layer.slopes is None:
+        return scores
+    newest = torch.arange(1, scores.shape[-1] + 1, device=scores.device) * page - 1
+    slots = newest.clamp(max=layer.length - recent - 1).expand(len(scores), 1, -1)
+    return biased(layer, scores, layer.scale, layer.positions_of(slots))
 
 
 def choose(
@@ -76,5 +90,14 @@ def scores_so_far(
     least, most = (bound.flatten(2, 3)[:, :, None, at] for bound in (filled.cummin(3).values, filled.cummax(3).values))
     so_far = (positive * most + negative * least).sum(-1, keepdim=True)
     scores = scores.scatter(-1, newest[:, None].expand_as(so_far), so_far)
+    if layer.slopes is not None:
+        pages = torch.arange(1, scores.shape[-1] + 1, device=query.device)
+        last = (
+            torch.minimum(pages * page, paged[:, None]) - 1
+        )  # newest token that a query sees of each page, [q, pages]
+        positions = layer.positions_of(last.view(1, 1, -1))
+        bias = position_bias(layer, positions)
+        assert bias is not None
+        scores = scores + (bias.view(*bias.shape[:2], *last.shape) / layer.scale).unflatten(1, scores.shape[1:3])
     later = torch.arange(scores.shape[-1], device=query.device) > newest[:, None]
     return scores.masked_fill(later, -torch.inf).flatten(1, 2), newest

@@ -17,7 +17,7 @@ from torch import Tensor
 from fasa_bench.cache import KVLayer
 from fasa_bench.errors import UserError
 from fasa_bench.method import Method
-from fasa_bench.methods.pages import choose, page_bounds, page_keys
+from fasa_bench.methods.pages import bounded, choose, page_bounds, page_keys
 
 
 @dataclass
@@ -107,7 +107,7 @@ class Quest(Method):
             )
         layer.read_bytes += least.nbytes + most.nbytes
         grouped = query[:, :, 0].unflatten(1, (layer.heads, -1))  # [b, H, G, d]
-        return (grouped.clamp(min=0) @ most.mT + grouped.clamp(max=0) @ least.mT).flatten(1, 2)
+        return bounded(layer, grouped.clamp(min=0) @ most.mT + grouped.clamp(max=0) @ least.mT, self.page, self.recent)
 
     def _full_pages(self, layer: KVLayer) -> tuple[Tensor, Tensor]:
         """Bounds of all full pages, two of [b, H, pages, d]; those that filled up since the last call are added."""

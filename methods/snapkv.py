@@ -16,6 +16,7 @@ from torch.nn.functional import avg_pool1d
 
 from fasa_bench.cache import KVLayer
 from fasa_bench.methods.window import WindowEviction, group_max_importance, max_pool, window_logits
+from fasa_bench.softmax import weights
 
 
 @dataclass
@@ -59,4 +60,4 @@ def window_mass(layer: KVLayer, queries: Tensor) -> Tensor:
     w = queries.shape[2]
     later = torch.ones(w, w, dtype=torch.bool, device=logits.device).triu(1)
     logits[..., past:].masked_fill_(later, -torch.inf)
-    return torch.softmax(logits, dim=-1)[..., :past].sum(2)
+    return weights(layer, logits)[..., :past].sum(2)

@@ -16,7 +16,7 @@ from torch import Tensor
 from fasa_bench.cache import KVLayer
 from fasa_bench.errors import UserError
 from fasa_bench.method import Method, resolve_count, top_mask, top_slots
-from fasa_bench.methods.approximation import many_logits, mean_values, newest_values
+from fasa_bench.methods.approximation import covered, many_logits, mean_values, newest_values
 
 if TYPE_CHECKING:
     from fasa_bench.calibration import Calibration
@@ -66,16 +66,17 @@ class SparQ(Method):
         grouped = self._grouped(layer, query, visible)[:, :, :, 0]  # [b, H, G, n]
         slots = top_slots(grouped.sum(2), layer, self._budget(layer), recent=self._recent(layer))
         if self.reallocation:
-            chosen = slots[:, :, None].expand(-1, -1, grouped.shape[2], -1)
-            layer.state["alpha"] = torch.softmax(grouped, dim=-1).gather(3, chosen).sum(-1).flatten(1)[..., None]
+            read = torch.zeros_like(grouped[:, :, 0]).scatter(2, slots, 1.0)
+            read = read.repeat_interleave(grouped.shape[2], dim=1)
+            layer.state["alpha"] = covered(layer, grouped.flatten(1, 2), read)[..., None]
         return slots[:, :, None]
 
     def reads(self, layer: KVLayer, query: Tensor, visible: Tensor) -> Tensor:
         grouped = self._grouped(layer, query, visible)
         read = top_mask(grouped.sum(2), visible, self._budget(layer), recent=self._recent(layer))
         if self.reallocation:
-            share = torch.softmax(grouped, dim=-1) * read[:, :, None].float()  # a product with bool is slower
-            layer.state["alpha"] = share.sum(-1).flatten(1, 2)
+            heads = read.float().repeat_interleave(grouped.shape[2], dim=1)  # a product with bool is slower
+            layer.state["alpha"] = covered(layer, grouped.flatten(1, 2), heads)
         return read
 
     def combine(self, layer: KVLayer, query: Tensor, output: Tensor) -> Tensor:

@@ -43,6 +43,8 @@ class StreamingLLM(Method):
             self._rope = model.rope
             if self._rope.scaled:
                 raise UserError.of("method.positions", "cache", "this model's frequencies depend on the length")
+            if not self._rope.pairs:
+                raise UserError.of("method.positions", "cache", "this model has no RoPE that could be turned")
 
     @property
     def parallel(self) -> bool:
@@ -69,6 +71,8 @@ class StreamingLLM(Method):
         if self.positions == "cache" and "sinks" not in layer.state:
             if layer.padded:
                 raise UserError.of("method.positions", "cache", "padded batches keep original positions only")
+            if layer.expansion is not None:
+                raise UserError.of("method.positions", "cache", "a cache of latents keeps original positions only")
             layer.state["sinks"] = layer.keys[:, :, : self.start].clone()
         layer.keep(sinks_and_newest(layer, self.start, layer.budget - 1 - self.start))
         if self.positions == "cache":  # always from the original keys: repeated turning would add up errors

@@ -12,6 +12,7 @@ from torch.nn.functional import max_pool1d
 from fasa_bench.cache import KVLayer
 from fasa_bench.errors import UserError
 from fasa_bench.method import Method, Observation
+from fasa_bench.softmax import scaled
 
 
 @dataclass
@@ -90,7 +91,7 @@ def best_and_window(scores: Tensor, layer: KVLayer) -> Tensor:
 
 def window_logits(layer: KVLayer, queries: Tensor) -> tuple[Tensor, int]:
     """Scaled logits of the window's queries over the whole cache [b, Hq, w, n] float32, and the length of the past."""
-    return layer.dot(queries).float() * layer.scale, layer.length - queries.shape[2]
+    return scaled(layer, layer.dot(queries).float()), layer.length - queries.shape[2]
 
 
 def group_max_importance(layer: KVLayer, queries: Tensor) -> Tensor:

@@ -23,6 +23,9 @@ from fasa_bench.timing import GLUE, MODULES
 if TYPE_CHECKING:
     from fasa_bench.models import Model
 
+# scores -> names of their metrics
+OVER = {"speedup": "speed-up ", "sdpa_speedup": "over PyTorch's SDPA/", "plain_speedup": "over transformers/"}
+
 
 @dataclass
 class Latency(Task):
@@ -32,7 +35,9 @@ class Latency(Task):
     steps, block, warmup: decode steps that are timed, taken `block` to a turn, after `warmup` steps that are not.
     fill: "random" keys and values, which cost no prompt pass and may be longer than the model's positions; or
         "prefill", those of a real pass over random tokens.
-    baseline: full KV takes turns with the method. plain: transformers takes part as it comes (DynamicCache, SDPA).
+    baseline: full KV takes turns with the method: "full", with the fastest dense attention there is, which speed-ups
+        are over; and where that is not PyTorch's, "sdpa" too, with PyTorch's.
+    plain: transformers takes part as it comes (DynamicCache, SDPA).
     prefill: longest context whose prompt pass is timed as well; None for all, 0 for none.
     """
 
@@ -99,7 +104,8 @@ class Latency(Task):
     def score(self, example: Example, prediction: Prediction) -> dict[str, Any]:
         """Milliseconds of a step (medians), ratios of turns, and what the device's bandwidth would allow.
 
-        speedup, plain_speedup: for each turn, the time of full KV, or of transformers, by the method's.
+        speedup, sdpa_speedup, plain_speedup: for each turn, the time of full KV, of full KV with PyTorch's attention,
+            or of transformers, by the method's.
         limit_ms: weights and cache that a step reads, by the bandwidth; share: how much of it is reached.
         accounted: stages by the step.
         """
@@ -110,7 +116,7 @@ class Latency(Task):
         found: dict[str, Any] = {}
         own = _turns(measured["method"]["step_ms"], self.block)
         rate = measured["bandwidth"]["limit"]
-        for who, key in (("method", "decode"), ("full", "full"), ("plain", "plain")):
+        for who, key in (("method", "decode"), ("full", "full"), ("sdpa", "sdpa"), ("plain", "plain")):
             if who not in measured:
                 continue
             part = measured[who]
@@ -125,7 +131,7 @@ class Latency(Task):
                 )
             if who != "method":
                 pairs = zip(_turns(part["step_ms"], self.block), own, strict=True)
-                name = "speedup" if who == "full" else "plain_speedup"
+                name = "speedup" if who == "full" else f"{who}_speedup"
                 found[name] = [round(theirs / ours, 4) for theirs, ours in pairs]
         return found
 
@@ -134,7 +140,7 @@ class Latency(Task):
         fitting = [row for row in rows if "does_not_fit" not in row["scores"]]
         metrics: dict[str, Metric] = {}
         for row in sorted(fitting, key=lambda row: (-row["fields"]["context"], row["fields"]["batch"])):
-            for key, title in (("speedup", "speed-up "), ("plain_speedup", "over transformers/")):
+            for key, title in OVER.items():
                 if key in row["scores"]:
                     metrics[f"{title}{label(row)}"] = bootstrap(row["scores"][key], np.median)
         for row in fitting:

@@ -198,6 +198,10 @@ class Perplexity(Task):
         elif source and source.rows:
             every = list(texts)
             texts, count = (one for one in every), len(every)
+        elif source and self.path:
+            self.warnings[:] = [
+                f"task.path is taken for {source.file} of {source.repo} unchecked: numbers may not compare with others'"
+            ]
         if source and source.rows and count != source.rows:
             self.warnings[:] = [
                 f"{count:,} rows instead of the {source.rows:,} of {source.repo}: numbers may not compare with others'"

@@ -12,11 +12,12 @@ import torch
 from transformers import LlamaForCausalLM
 
 from fasa_bench.attention import Reading, attend, column_mass, installed, reading
-from fasa_bench.cache import Cache, KVLayer
+from fasa_bench.cache import KVLayer
 from fasa_bench.method import Observation
 from fasa_bench.methods.full import FullKV
 from fasa_bench.methods.oracle import Oracle
 from fasa_bench.methods.streamingllm import StreamingLLM
+from fasa_bench.model_cache import Cache
 from fasa_bench.session import Session
 
 

@@ -96,7 +96,7 @@ def test_chunks_per_query_head_read_what_any_head_of_the_group_uses(
 ) -> None:
     """Two query heads of a KV head use 4 dimensions each: together 4 to 8, as many in every KV head of the layer."""
     method = ready("fasa_c", network)
-    leads = [dominant.lead for dominant in method._layers]  # type: ignore[attr-defined]
+    leads = [dominant.lead for dominant in method._layers.values()]  # type: ignore[attr-defined]
     assert all(4 <= lead <= 8 for lead in leads)
     assert max(leads) > 4
     with Session(network) as session, session.prefill(prompt[: N - 2]).fork(method, B) as decoder:

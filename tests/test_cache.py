@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from fasa_bench.cache import Cache, KVLayer
+from fasa_bench.cache import KVLayer
 from fasa_bench.errors import UserError
+from fasa_bench.model_cache import Cache
 from fasa_bench.segments import BLOCK, Buffer, Packed, Packing
 
 

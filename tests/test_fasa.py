@@ -39,7 +39,7 @@ def test_fasa_shares_chunks_in_a_kv_head(network: LlamaForCausalLM) -> None:
     model = SimpleNamespace(config=network.config, rope=Rope.of(network))
     shared = FasaC("fasa_plus", n_tip=3, fc_granularity="kv_head")
     shared.prepare(model, FakeCalibration())  # type: ignore[arg-type]
-    masks = torch.stack([dominant.mask[:, 0] for dominant in shared._layers])  # [layers, Hq, d]
+    masks = torch.stack([dominant.mask[:, 0] for dominant in shared._layers.values()])  # [layers, Hq, d]
     assert torch.equal(masks[:, 0], masks[:, 1])
     assert not torch.equal(masks[:, 1], masks[:, 2])
     mean = FakeCalibration().agreement(model, "rope")[:, :2].mean(1)

@@ -161,5 +161,5 @@ def test_a_fork_knows_nothing_of_its_sibling() -> None:
 
 
 def test_kernels_are_refused() -> None:
-    with pytest.raises(UserError, match=r"method.backend='triton' .* auto or torch"):
+    with pytest.raises(UserError, match=r"method.backend='triton' .* auto, torch or cpp"):
         FasaM("fasa_m", backend="triton")

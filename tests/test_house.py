@@ -15,7 +15,11 @@ import pytest
 
 from tests.conftest import ROOT
 
-SOURCES = [path for part in ("src/fasa_bench", "methods", "tasks", "kernels") for path in (ROOT / part).glob("*.py")]
+SOURCES = [
+    path
+    for part in ("src/fasa_bench", "src/fasa_bench/site", "methods", "tasks", "kernels")
+    for path in (ROOT / part).glob("*.py")
+]
 
 
 def imports(path: Path) -> set[str]:
@@ -51,8 +55,11 @@ def test_reports_never_load_a_model() -> None:
         "paper",
         "paper_checks",
         "paper_claims",
+        "publish",
     ):
         assert not {"torch", "transformers", "fasa_bench.models"} & imports(ROOT / "src" / "fasa_bench" / f"{name}.py")
+    for path in (ROOT / "src" / "fasa_bench" / "site").glob("*.py"):
+        assert not {"torch", "transformers", "fasa_bench.models"} & imports(path)
 
 
 def test_no_device_is_named() -> None:

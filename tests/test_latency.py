@@ -26,6 +26,7 @@ from fasa_bench.errors import UserError
 from fasa_bench.filling import filled
 from fasa_bench.latency_tables import Timings, markdown, timings
 from fasa_bench.method import Method, Observation
+from fasa_bench.methods import fused_cpu
 from fasa_bench.methods.h2o import H2O
 from fasa_bench.methods.oracle import Oracle
 from fasa_bench.methods.rkv import RKV
@@ -52,6 +53,13 @@ MEASURED: dict[str, Any] = {
     "full": {
         "step_ms": [20.0, 22.0, 33.0, 33.0],
         "stages_ms": {"attend": 15.0, "modules": 7.0, "glue": 1.0},
+        "read_bytes": 400 * 2**20,
+        "device_bytes": 400 * 2**20,
+        "host_bytes": 0,
+    },
+    "sdpa": {
+        "step_ms": [24.0, 22.0, 42.0, 42.0],
+        "stages_ms": {"attend": 22.0},
         "read_bytes": 400 * 2**20,
         "device_bytes": 400 * 2**20,
         "host_bytes": 0,
@@ -227,6 +235,7 @@ def test_scores_are_ratios_of_turns_and_shares_of_the_bandwidth() -> None:
     found = scores()
     assert (found["decode_ms"], found["full_ms"], found["plain_ms"]) == (10.5, 27.5, 60.0)
     assert found["speedup"] == [round(21 / 11, 4), round(33 / 10.5, 4)]
+    assert found["sdpa_speedup"] == [round(23 / 11, 4), round(42 / 10.5, 4)]
     assert found["plain_speedup"] == [round(40 / 11, 4), round(80 / 10.5, 4)]
     assert found["decode_limit_ms"] == pytest.approx(1e3 * 200 / 51200)  # MiB by MiB/s
     assert found["full_limit_ms"] == pytest.approx(1e3 * 500 / 51200)
@@ -295,6 +304,8 @@ def test_a_run_is_stored_and_goes_on_where_it_stopped(make: Any, monkeypatch: py
     folder = runner.run(make(*line))
     assert calls == ["64x1", "256x1", "64x2", "64x2", "256x2"]
     rows, summary = rows_of(folder), json.loads((folder / "summary.json").read_text())
+    compiled = fused_cpu.missing(torch.empty(0)) is None
+    rest = {"kernels"} if compiled else {"select", "gather", "update"}
     assert [row["id"] for row in rows] == ["64x1", "256x1", "64x2", "256x2"]
     assert [row["prefill_s"] is None for row in rows] == [False, True, False, True]  # up to 64 tokens
     for row in rows:
@@ -302,7 +313,8 @@ def test_a_run_is_stored_and_goes_on_where_it_stopped(make: Any, monkeypatch: py
         assert len(row["measured"]["plain"]["step_ms"]) == 4
         assert row["attended_tokens"] == 16
         assert row["measured"]["full"]["read_bytes"] > row["measured"]["method"]["read_bytes"] > 0
-        assert set(row["stages_ms"]) == {*("select", "tip", "top_k", "gather", "attend", "update", "modules", "glue")}
+        assert set(row["stages_ms"]) == {"tip", "top_k", "attend", "modules", "glue", *rest}
+        assert ("sdpa" in row["measured"]) == ("sdpa_speedup" in row["scores"]) == compiled
     tokens = rows[1]["measured"]["full"]["read_bytes"] / (2 * 2 * 2 * 16 * 4)
     assert tokens == 256 + 3 + 2 + 1 + 2  # of the last timed step: warm-up, a turn, its step for the stages, a turn
     assert summary["metrics"]["speed-up 256"]["n"] == 2
@@ -370,15 +382,18 @@ def test_the_table_has_times_ratios_limits_and_stages(stored: Timings) -> None:
     assert lines[0].endswith("float32")
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| 64K")]
     assert cells[0] == [
-        *("64K", "1", "fasa_x 256", "10.5 [10.0, 11.2]", "2.53 [1.91, 3.14]", "5.63 [3.64, 7.62]"),
+        *("64K", "1", "fasa_x 256", "10.5 [10.0, 11.2]", "2.53 [1.91, 3.14]", "3.05 [2.09, 4.00]"),
+        "5.63 [3.64, 7.62]",
         *("100.0", "3.91", "37%", "50.00", "3.000"),
     ]
-    assert cells[1][2:6] == ["full KV", "27.5 [21.5, 33.0]", "-", "-"]
-    assert cells[2][2:] == ["transformers", "60.0 [40.0, 80.0]", "-", "-", "-", "-", "-", "400.0", "0"]
-    assert cells[3] == ["64K", "1", "fasa_x 256", "2.00", "1.00", "7.00", "0.50", "10.5", "10.5", "100%"]
-    assert cells[4] == ["64K", "1", "full KV", "-", "15.0", "7.00", "1.00", "23.0", "27.5", "84%"]
-    growth = "fasa_x 256 1.00 times (8K to 64K), full KV 2.50 times (8K to 64K), transformers 5.00 times (8K to 64K)."
-    assert any(line.endswith(growth) for line in lines)
+    assert cells[1][2:7] == ["full KV", "27.5 [21.5, 33.0]", "-", "-", "-"]
+    assert cells[2][2:4] == ["full KV by SDPA", "33.0 [23.5, 42.0]"]
+    assert cells[3][2:] == ["transformers", "60.0 [40.0, 80.0]", "-", "-", "-", "-", "-", "-", "400.0", "0"]
+    assert cells[4] == ["64K", "1", "fasa_x 256", "2.00", "1.00", "7.00", "0.50", "10.5", "10.5", "100%"]
+    assert cells[5] == ["64K", "1", "full KV", "-", "15.0", "7.00", "1.00", "23.0", "27.5", "84%"]
+    (growth,) = (line for line in lines if line.startswith("Growth"))
+    assert "fasa_x 256 1.00 times (8K to 64K), full KV 2.50 times (8K to 64K), full KV by SDPA " in growth
+    assert growth.endswith("transformers 5.00 times (8K to 64K).")
 
 
 def test_figures_show_the_measured_points_beside_the_papers(stored: Timings) -> None:
@@ -442,14 +457,14 @@ def test_the_report_writes_both_figures_the_same_each_time(stored: Timings, tmp_
 
 
 def test_one_layer_is_compared_with_the_best_dense_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    from attention_layer import FORMS, Shape, compare, table
+    from attention_layer import FORMS, OURS, Shape, compare, table
 
     shape = Shape(query_heads=4, kv_heads=2, head_dim=16, n_tip=2, budget=32)
     monkeypatch.setattr("attention_layer.bandwidth", lambda device: {"limit": 1e9})
     rows = compare(shape, 512, 2, torch.device("cpu"), torch.float32, turns=4)
     whole = 2 * 2 * 2 * 512 * 16 * 4
     dense = [row for row in rows if row["form"].startswith("dense")]
-    assert len(dense) == 3
+    assert len(dense) == (4 if OURS in {row["form"].removesuffix(" (best)") for row in dense} else 3)
     assert all((row["read_bytes"], row["limit"]) == (whole, 1) for row in dense)
     (best,) = [row for row in dense if row["form"].endswith("(best)")]
     assert (best["times_as_fast"], best["ms"]) == (1, min(row["ms"] for row in dense))
@@ -462,7 +477,8 @@ def test_one_layer_is_compared_with_the_best_dense_attention(monkeypatch: pytest
     assert shared["read_bytes"] - per_kv["read_bytes"] == chosen  # twice as many heads choose
     assert per_query["read_bytes"] > shared["read_bytes"]
     assert all(row["difference"] < 1e-5 for row in (per_kv, by_max, shared, per_query))
-    assert table(rows).count("\n") == 8
+    assert table(rows).count("\n") == len(dense) + len(FORMS) + 1
+    assert 1 in [row["as_pytorch"] for row in dense]
 
 
 def test_dense_forms_agree() -> None:

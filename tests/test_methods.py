@@ -86,13 +86,14 @@ class FakeCalibration:
 
     def agreement(self, model: Any, pairing: str) -> Tensor:
         config = model.config
-        shape = (config.num_hidden_layers, config.num_attention_heads, len(model.rope.units(pairing)))
+        shape = (len(model.rope.layers), config.num_attention_heads, len(model.rope.units(pairing)))
         return torch.rand(shape, generator=torch.Generator().manual_seed(3))
 
     def basis(self, model: Any, rotary: str) -> Tensor:
         """Any orthonormal basis of each KV head's keys."""
         config, dim = model.config, model.rope.head_dim
-        shape = (config.num_hidden_layers, config.num_key_value_heads, dim, dim)
+        heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
+        shape = (len(model.rope.layers), heads, dim, dim)
         drawn = torch.randn(shape, generator=torch.Generator().manual_seed(4))
         return torch.linalg.qr(drawn).Q
 

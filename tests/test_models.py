@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -70,6 +71,14 @@ def test_every_model_of_the_paper_is_described() -> None:
         "r1_qwen_32b": 32_768,
         "deepseek_v2_lite": 31_500,
         "baichuan_13b": 3_000,
+        "bloomz_7b1": 2_048,
+        "mpt_7b_chat": 2_048,
+        "qwen3_8b": 32_768,
+        "gemma3_4b": 130_560,
+        "phi35_mini": 130_560,
+        "phi4_mini": 130_560,
+        "glm4_9b": 32_256,
+        "gpt_oss_20b": 130_560,
         "smollm2_135m": 7_680,
         "tiny": 2_048,
     }
@@ -77,8 +86,8 @@ def test_every_model_of_the_paper_is_described() -> None:
     assert {name: spec.max_input for name, spec in found.items()} == limits
     assert all(spec.name == name for name, spec in found.items())
     assert [name for name, spec in found.items() if spec.trust_remote_code] == ["baichuan_13b"]
-    assert [name for name, spec in found.items() if spec.gated] == ["llama31_8b", "llama32_3b"]
-    chat = re.compile(r"-Instruct|-Chat|R1-Distill-")  # never a base checkpoint
+    assert [name for name, spec in found.items() if spec.gated] == ["gemma3_4b", "llama31_8b", "llama32_3b"]
+    chat = re.compile(r"-[Ii]nstruct|-[Cc]hat|R1-Distill-|bloomz|-it$|/Qwen3-8B$|-0414$|gpt-oss")  # no base checkpoint
     assert all(chat.search(spec.hub_id) for spec in found.values() if spec.hub_id)
     assert all(len(path.read_text().splitlines()) <= 15 for path in CONF.glob("*.yaml"))
 
@@ -233,12 +242,20 @@ def test_random_model_of_another_size_and_architecture() -> None:
 # --- a local folder
 
 
-@pytest.mark.parametrize("device_map", [None, "auto", "cpu"])
-def test_local_folder_gives_the_same_network(saved: Path, device_map: str | None) -> None:
+BY_MODULE = {"model.embed_tokens": "cpu", "model.layers": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu"}
+
+
+@pytest.mark.parametrize("device_map", [None, "auto", "cpu", {"": "cpu"}, {**BY_MODULE, "lm_head": "cpu"}])
+def test_local_folder_gives_the_same_network(saved: Path, device_map: Any) -> None:
     ids = torch.tensor([[5, 6, 7]])
     model = local(saved, device_map=device_map, device="cpu" if device_map is None else "auto")
     expected = tiny(hidden=32, head_dim=8, device=model.device.type).network(ids.to(model.device)).logits
     torch.testing.assert_close(model.network(ids.to(model.device)).logits, expected)
+
+
+def test_random_weights_take_no_device_map() -> None:
+    with pytest.raises(UserError, match=r"model\.device_map='auto' is not allowed: a model of random weights"):
+        tiny(device_map="auto")
 
 
 def test_path_wins_over_the_hub(saved: Path) -> None:
@@ -368,18 +385,15 @@ def test_complete_copy_in_the_cache_needs_no_hub(empty_hub: Path, saved: Path) -
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        ({"model_type": "mistral", "sliding_window": 4096}, "sliding"),
-        ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "sliding"),
-        ({"model_type": "gemma2", "sliding_window": 8}, "sliding"),
-        ({"model_type": "deepseek_v2"}, "MLA"),
-        ({"model_type": "bloom"}, "ALiBi"),
+        ({"model_type": "qwen3_next"}, "linear_attention"),
+        ({"model_type": "llama4_text"}, "chunked_attention"),
         ({"model_type": "falcon", "alibi": True}, "ALiBi"),
     ],
 )
 def test_unsupported_attention_is_refused_before_weights_are_loaded(
     tmp_path: Path, config: dict[str, Any], reason: str
 ) -> None:
-    with pytest.raises(UserError, match=f"model=mine is not supported yet: .*{reason}"):
+    with pytest.raises(UserError, match=f"is not supported.*{reason}"):
         _ = local(config_folder(tmp_path, **config)).network
 
 
@@ -388,11 +402,33 @@ def test_unsupported_attention_is_refused_before_weights_are_loaded(
     [
         {"model_type": "mistral", "sliding_window": None},  # Mistral-7B v0.3
         {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 131_072},  # Qwen2.5
+        {"model_type": "deepseek_v2"},
+        {"model_type": "bloom"},
+        {"model_type": "mpt"},
     ],
 )
 def test_full_attention_is_accepted(tmp_path: Path, config: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="weight files are missing"):  # the next step after the check
         _ = local(config_folder(tmp_path, **config)).network
+
+
+def test_baichuan_is_refused_before_its_own_code_fails(saved: Path) -> None:
+    model = local(saved, trust_remote_code=True)
+    model.config = SimpleNamespace(model_type="baichuan", num_hidden_layers=2, get_text_config=lambda: model.config)
+    with pytest.raises(UserError, match=r"model=mine cannot be run: Baichuan's own code.*bloom, mpt"):
+        _ = model.tokenizer
+
+
+def test_flash_attention_is_not_for_biases_and_latents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.utils.is_flash_attn_2_available", lambda: True)
+    for number, family in enumerate(({"model_type": "bloom"}, {"model_type": "deepseek_v2", "kv_lora_rank": 8})):
+        (folder := tmp_path / str(number)).mkdir()
+        model = local(config_folder(folder, **family), dtype="bfloat16")
+        model._home = torch.device("meta")
+        assert model.prefill_backend == "sdpa"
+        model = local(folder, attention="flash_attention_2")
+        with pytest.raises(UserError, match=r"model\.attention='flash_attention_2'"):
+            _ = model.prefill_backend
 
 
 def test_architecture_that_transformers_does_not_know(tmp_path: Path) -> None:
@@ -416,7 +452,7 @@ def test_transformers_out_of_range(monkeypatch: pytest.MonkeyPatch, version: str
 
 def test_dense_attention_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tiny(device="cpu").prefill_backend == "sdpa"
-    assert tiny(attention="eager").network.config._attn_implementation == "eager"
+    assert tiny(device="cpu", model_type="gpt_oss").rope.layers == (1,)  # a class that knows eager attention only
     monkeypatch.setattr("transformers.utils.is_flash_attn_2_available", lambda: False)
     with pytest.raises(UserError, match=r"model\.attention='flash_attention_2'"):
         _ = tiny(attention="flash_attention_2").prefill_backend

@@ -270,6 +270,14 @@ def test_rows_with_and_without_text_do_not_mix_in_silence(
     assert (rows[:kept], len(rows)) == (before, 6)
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_perplexity_has_no_texts_to_mix(job: Any, first: bool, caplog: pytest.LogCaptureFixture) -> None:
+    for text in (first, not first):
+        _, rows = run(job("method=fkv", "limit=2", "task.parts=[perplexity]", f"store_text={text}"))
+        assert [row["prediction"] for row in rows] == ["", ""]
+    assert "were stored" not in caplog.text
+
+
 DAMAGE = {
     "no scores": lambda row: row.pop("scores"),
     "a score that is missing": lambda row: row["scores"].clear(),

@@ -117,8 +117,7 @@ def test_model_without_rope(model_type: str, changes: dict[str, Any]) -> None:
     assert rope.units("single").tolist() == [[i] for i in range(16)]
     keys = torch.randn(2, 5, 16)
     assert torch.equal(rope.rotate(keys, 9), keys)  # what does not rotate is the same anywhere
-    with pytest.raises(UserError, match=r"method\.pairing='rope'.*no RoPE"):
-        rope.units("rope")
+    assert torch.equal(rope.units("rope"), rope.units("single"))
 
 
 @pytest.mark.parametrize(
@@ -133,10 +132,12 @@ def test_what_is_not_understood_is_refused(model_type: str, changes: dict[str, A
         Rope.of(network(model_type, **changes))
 
 
-def mixed(x: Tensor) -> Tensor:
-    """Dimensions 0, 1, 2 rotate among each other."""
+def mixed(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Dimension 0 rotates with 1, and then 1 with 2."""
     rotated = x.clone()
-    rotated[..., :3] = x[..., :3].roll(1, dims=-1)
+    for i in (0, 1):
+        c, s, a, b = cos[..., 0], sin[..., 0], rotated[..., i].clone(), rotated[..., i + 1].clone()
+        rotated[..., i], rotated[..., i + 1] = a * c - b * s, a * s + b * c
     return rotated
 
 
@@ -150,7 +151,7 @@ def mirrored(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     ("turn", "reason"),
-    [(lambda x, cos, sin: mixed(x), "rotates with"), (mirrored, "neither halves nor neighbours")],
+    [(mixed, "rotates with"), (mirrored, "neither halves nor neighbours")],
 )
 def test_a_rotation_that_is_not_of_pairs_is_refused(monkeypatch: Any, turn: Any, reason: str) -> None:
     def apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
@@ -190,9 +191,9 @@ def test_scores_of_all_chunks_add_up_to_the_full_score() -> None:
     assert rope.units("rope")[1].tolist() == [1, 9]
 
 
-def test_plain_dimensions_are_in_no_rope_unit() -> None:
+def test_each_dimension_that_does_not_rotate_is_a_unit() -> None:
     rope = Rope.of(network("phi"))
-    assert rope.units("rope").max() == 7
+    assert rope.units("rope").tolist() == [[i, i + 4] for i in range(4)] + [[i, -1] for i in range(8, 16)]
     assert rope.units("adjacent").max() == 15
 
 

@@ -229,6 +229,12 @@ def test_a_launcher_that_is_not_installed_names_its_extra() -> None:
     assert explain(error).startswith("hydra/launcher/ray is not installed: pip install 'fasa-bench[ray]' && ")
 
 
+def test_several_processes_of_torchrun_are_refused() -> None:
+    done = command("limit=1", env={**os.environ, "TORCHELASTIC_RUN_ID": "none"})
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: run.py is one process")
+
+
 def test_quotes_let_every_path_through(make: Any, tmp_path: Path) -> None:
     folder = tmp_path / "a=b, Übung (1)"
     assert make(f'results_dir="{folder}"').results_dir == folder

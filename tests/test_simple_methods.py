@@ -219,7 +219,8 @@ class Basis:
 
 
 def prepared(method: Loki, calibration: Any) -> Loki:
-    method.prepare(SimpleNamespace(), calibration)  # type: ignore[arg-type]
+    layers = range(len(calibration.basis(None, method.rotary)))
+    method.prepare(SimpleNamespace(rope=SimpleNamespace(layers=layers)), calibration)  # type: ignore[arg-type]
     return method
 
 

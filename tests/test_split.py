@@ -7,22 +7,27 @@ import torch
 from torch import Tensor
 
 from fasa_bench.cache import KVLayer
-from fasa_bench.lead import BLOCK, LeadBlocks, LeadRows, make_lead
+from fasa_bench.lead import BLOCK, ROWS, Layout, LeadBlocks, LeadRows, make_lead
+from fasa_bench.methods.fused import LAYOUTS
 from fasa_bench.near import Prefetch
 from fasa_bench.segments import BLOCK as SHORT
 from fasa_bench.segments import Packing
 from fasa_bench.split import SplitRows, in_one
+from tests.test_cpu_kernels import needs_compiler
 
 H, G, D, R = 2, 3, 12, 5
+ALL = ["blocks", pytest.param("compiled", marks=needs_compiler), "rows", "last_step", "next_layer", "none"]
 
 
-def both(n: int, batch: int, spare: int = 0, offload: Prefetch | None = None) -> tuple[KVLayer, KVLayer]:
+def both(
+    n: int, batch: int, spare: int = 0, offload: Prefetch | None = None, layout: Layout | None = None
+) -> tuple[KVLayer, KVLayer]:
     """The same random tokens, plain and split."""
     keys, values = torch.randn(batch, H, n, D), torch.randn(batch, H, n, D)
     layers = KVLayer(0), KVLayer(0)
     for layer in layers:
         layer.append(keys, values, torch.arange(n).expand(batch, n), reserve=spare)
-    layers[1].split(torch.stack([torch.randperm(D) for _ in range(H)]), R, offload=offload)
+    layers[1].split(torch.stack([torch.randperm(D) for _ in range(H)]), R, layout, offload)
     return layers
 
 
@@ -58,7 +63,9 @@ def by_hand(plain: KVLayer, query: Tensor, order: Tensor) -> Tensor:
     return torch.stack(parts, dim=1)
 
 
-@pytest.mark.parametrize("layout", ["blocks", "rows", "last_step", "next_layer", "none"])
+@pytest.mark.parametrize(
+    "layout", ["blocks", pytest.param("compiled", marks=needs_compiler), "rows", "last_step", "next_layer", "none"]
+)
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("n", [7, BLOCK - 1, BLOCK, 2 * BLOCK + 3])
 def test_equals_plain_rows_and_goes_on_growing(
@@ -66,13 +73,14 @@ def test_equals_plain_rows_and_goes_on_growing(
 ) -> None:
     if layout == "rows":  # what an accelerator gets
 
-        def rows(batch: int, heads: int, tokens: int, width: int, like: Tensor, blocks: bool) -> LeadRows:
-            assert blocks  # on a CPU
+        def rows(batch: int, heads: int, tokens: int, width: int, like: Tensor, block: int) -> LeadRows:
+            assert block == BLOCK  # on a CPU
             return LeadRows(like.new_zeros(batch, heads, tokens, width))
 
         monkeypatch.setattr("fasa_bench.split.make_lead", rows)
     torch.manual_seed(n)
-    plain, split = both(n, batch, offload=None if layout in ("blocks", "rows") else layout)  # type: ignore[arg-type]
+    offload = None if layout in ("blocks", "compiled", "rows") else layout
+    plain, split = both(n, batch, 0, offload, LAYOUTS["cpp"] if layout == "compiled" else None)  # type: ignore[arg-type]
     check(plain, split, batch)
     for m in (1, 1, 30):
         keys, values, positions = torch.randn(batch, H, m, D), torch.randn(batch, H, m, D), torch.arange(m) + plain.seen
@@ -150,12 +158,12 @@ def test_rows_that_will_be_packed_stay_plain() -> None:
 
 
 def test_layout_goes_by_the_device() -> None:
-    for device, kernels, layout in (("cpu", False, LeadBlocks), ("cpu", True, LeadRows), ("meta", False, LeadRows)):
+    for device, wanted, layout in (("cpu", None, LeadBlocks), ("cpu", ROWS, LeadRows), ("meta", None, LeadRows)):
         layer = KVLayer(0)
         rows = torch.zeros(1, H, BLOCK + 1, D, device=device)
         layer.append(rows, rows, torch.zeros(1, BLOCK + 1, dtype=torch.long, device=device))
-        layer.split(torch.arange(D).expand(H, D), R, kernels)
+        layer.split(torch.arange(D).expand(H, D), R, wanted)
         (found,) = layer.segments
         assert isinstance(found, SplitRows)
         assert isinstance(found.buffer.lead, layout)
-    assert make_lead(1, H, BLOCK + 1, R, torch.empty(0), blocks=True).capacity == 2 * BLOCK
+    assert make_lead(1, H, BLOCK + 1, R, torch.empty(0), BLOCK).capacity == 2 * BLOCK

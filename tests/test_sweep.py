@@ -6,6 +6,7 @@ import importlib.util
 import json
 import multiprocessing
 import os
+import sys
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,7 +23,8 @@ from fasa_bench.method import Observation
 from fasa_bench.models import Model
 from fasa_bench.runner import Job
 from fasa_bench.session import Session
-from fasa_bench.store import load_run
+from fasa_bench.store import find_runs, load_run
+from fasa_bench.tables import table
 from tests.conftest import ROOT
 from tests.test_run import SMALL, SMALL_TASK, command, rows_of
 
@@ -271,6 +273,13 @@ def test_more_shards_than_examples(make: Any) -> None:
 
 # --- launchers
 
+REFUSING = """
+from hydra.plugins.launcher import Launcher
+
+class Refusing(Launcher):
+    def setup(self, **kwargs): pass
+    def launch(self, *args): raise RuntimeError("sbatch: error: no such partition")
+"""
 BASIC = "hydra.launcher.through={_target_:hydra._internal.core_plugins.basic_launcher.BasicLauncher}"
 LAUNCHERS = {"another launcher": [BASIC], "processes": ["hydra/launcher=processes"]}
 
@@ -292,6 +301,61 @@ def test_another_launcher_gets_a_job_a_group(name: str, tmp_path: Path) -> None:
     whole = sorted((run.name("method"), len(run.rows)) for run in runs if not run.is_part)
     assert whole == [("fkv", 2), ("oracle", 2), ("oracle", 2), ("snapkv", 2)]
     assert "tiny · stdlib: 2 examples" in done.stderr  # the table is of the whole runs
+
+
+def test_a_refused_job_of_a_sweep_has_its_own_folder(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Failed there and in W&B; among the tables' rows; a single run is only told."""
+    monkeypatch.setattr(cli, "_ends", [])
+    configs = {}
+    for name, line in {"a": "budget=3", "b": "budget=40", "c": "budget=40"}.items():
+        config = make("method=snapkv", "limit=1", "task.parts=[passkey]").config | {"budget": int(line.split("=")[1])}
+        configs[name] = OmegaConf.create(config)
+    configs["c"].budget = "many"
+    told: dict[str, bool] = {}
+    finish = group.Tracker.finish
+    monkeypatch.setattr(group.Tracker, "finish", lambda self: told.setdefault(str(self.failed), True) and finish(self))
+    ends = cli.run_jobs(list(configs.items()))
+    assert [(end.job, end.folder is None) for end in ends] == [("a", True), ("c", True), ("b", False)]
+    assert told == {"True": True, "False": True}
+    runs = {str(run.summary["budget"]): run for run in find_runs(tmp_path / "a")}
+    assert {budget: run.status for budget, run in runs.items()} == {"3": "failed", "40": "complete", "many": "failed"}
+    assert runs["3"].summary["error"] == "UserError: budget=3 is not allowed: snapkv needs at least 34 tokens"
+    assert runs["3"].config["method"]["name"] == runs["3"].name("method") == "snapkv"
+    text = table(list(runs.values()))
+    assert text["budget"].tolist() == ["3", "40", "many"]
+    assert text["status"].tolist() == ["failed (0 done)", "complete", "failed (0 done)"]
+    cli.run_jobs([("a", configs["a"])])
+    configs["a"].results_dir = str(tmp_path / "single")
+    cli.run_jobs([("a", configs["a"])])
+    assert not (tmp_path / "single").exists()
+
+
+def test_a_launcher_that_gives_no_results(make: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A scheduler refuses, or a worker is killed: what the folders tell, and how to go on."""
+    from fasa_bench.worker import ends_by_folders
+
+    jobs = []
+    for budget in (40, 48, 3):
+        config = make("method=snapkv", "limit=1", "task.parts=[passkey]").config | {"budget": budget}
+        jobs.append((str(budget), OmegaConf.create(config)))
+    folder = runner.run(Job.of(jobs[0][1]))
+    one, other, wrong = ends_by_folders(jobs, RuntimeError("sbatch: error: no such partition\nmore"))
+    assert (one.folder, one.error) == (folder, None)
+    assert other.folder is None
+    assert other.error is not None
+    assert "(RuntimeError: sbatch: error: no such partition). Jobs that it has started may still go on" in other.error
+    assert wrong.error == "error: budget=3 is not allowed: snapkv needs at least 34 tokens"
+    assert capsys.readouterr().err.endswith(f"\n{other.error}\n")
+    (tmp_path / "hydra_plugins").mkdir()
+    (tmp_path / "hydra_plugins" / "refusing.py").write_text(REFUSING)
+    through = "hydra.launcher.through={_target_:hydra_plugins.refusing.Refusing}"
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join([*sys.path, str(tmp_path)])}
+    done = command("-m", through, *SMALL, "method=fkv,oracle", f"results_dir={tmp_path}/none", env=environ)
+    assert done.returncode == 1
+    assert done.stderr.count("error: no results came from the launcher (RuntimeError") == 3  # at once, and at the end
+    assert "2 of 2 jobs failed" in done.stderr
 
 
 def test_workers_take_the_devices_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """The KV cache: what one layer holds for a batch of sequences, with the true position of every cached token.
 
-Notation in all shapes: b batch, H KV heads, Hq query heads, G = Hq / H, n cached tokens, d head dimension.
+Notation in all shapes: b batch, H KV heads, Hq query heads, G = Hq / H, n cached tokens, d head dimension; values may
+have another dimension than queries and keys.
 A *slot* is an index into the n cached tokens; a *position* is the token's place in the text. Eviction changes slots,
 never positions. Position -1 marks padding, which is never attended.
 """
@@ -9,16 +10,16 @@ from __future__ import annotations
 
 import copy
 import functools
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 
 from fasa_bench.clock import stage
 from fasa_bench.errors import UserError
+from fasa_bench.latent import Expansion, LatentRows
+from fasa_bench.lead import BLOCKS, ROWS, Layout
 from fasa_bench.near import Near, Prefetch
 from fasa_bench.quantised import pick
 from fasa_bench.segments import Chosen, Packed, Packing, Rows, Segment, pack_oldest
@@ -29,7 +30,9 @@ from fasa_bench.tail import HostTail
 class KVLayer:
     """Cached keys and values of one attention layer, for every sequence of the batch.
 
-    index: the layer's place in the model. scale: factor of the attention logits (usually d ** -0.5).
+    index: the layer's place in the model. window: it attends to so many newest tokens only; no method acts on it then.
+    scale: factor of the attention logits (usually d ** -0.5). cap, sinks [Hq], slopes [Hq]: see
+        fasa_bench.softmax.
     budget: tokens a head may read at a step (None: all), set when a method is attached.
     seen: tokens that have passed through, padding included; also the default position of the next one.
     prompt_queries, prompt_mass: what the attached methods observe of the prompt pass (fasa_bench.method.Observation).
@@ -40,13 +43,25 @@ class KVLayer:
     moved_bytes: keys and values that went between the device and the host's memory, where rows are kept there.
     asked_rows, found_rows: rows that were wanted from there, and how many of them lay on the device already.
     after: the layer that computes next, the first one again after the last; a weak reference.
+    offered: what the model handed its cache in the pass under way. expansion: that of a layer whose model caches
+        latents (fasa_bench.latent), as long as they are kept.
 
     Tokens lie in segments: frozen ones (a prompt that several samples share, packed rows), then the layer's own rows.
     """
 
-    def __init__(self, index: int) -> None:
-        self.index = index
+    def __init__(
+        self,
+        index: int,
+        window: int | None = None,
+        expansion: Expansion | None = None,
+        slopes: Tensor | None = None,
+    ) -> None:
+        self.index, self.window = index, window
+        self.expansion, self.slopes = expansion, slopes
+        self.offered: tuple[Tensor, Tensor] | None = None
         self.scale = 1.0
+        self.cap: float | None = None
+        self.sinks: Tensor | None = None
         self.budget: int | None = None
         self.seen = 0
         self.padded = False
@@ -56,7 +71,7 @@ class KVLayer:
         self.read_bytes = self.moved_bytes = self.asked_rows = self.found_rows = 0
         self.after: Callable[[], KVLayer | None] = lambda: None
         self._frozen: list[Segment] = []
-        self._own: Rows | SplitRows | None = None
+        self._own: Rows | SplitRows | LatentRows | None = None
         self._samples = 1
         self.packing = Packing()
         self._packed = False
@@ -114,17 +129,28 @@ class KVLayer:
         return torch.cat([part.expand(self.batch, *part.shape[1:]) for part in parts], dim=2)
 
     @property
+    def is_plain(self) -> bool:
+        """Its softmax has neither a soft cap, sinks nor a position bias, as fused attention takes it."""
+        return self.cap is None and self.sinks is None and self.slopes is None
+
+    @property
     def real(self) -> Tensor | None:
-        """[b, H or 1, n] bool, False where the token is padding; None when the layer holds no padding."""
+        """[b, H or 1, n] bool, False for padding and what has left the window; None when all tokens count."""
+        if self.window is not None and self.length > self.window:
+            held = self.positions
+            return (held >= 0) & (held > held[..., -1:] - self.window)
         return self.positions >= 0 if self.padded else None
 
     def read_whole(self) -> tuple[Tensor, Tensor] | None:
-        """All keys and values as they lie, if they lie in one piece and hold no padding; counted as read."""
+        """All keys and values (of the window) as they lie, if in one piece and without padding; counted as read."""
         own = self._own
         if self._frozen or not isinstance(own, Rows) or self.padded:
             return None
-        self.read_bytes += own.key_bytes + own.value_bytes
-        return own.keys, own.values
+        keys, values = own.keys, own.values
+        if self.window is not None and own.tokens > self.window:
+            keys, values = keys[:, :, -self.window :], values[:, :, -self.window :]
+        self.read_bytes += keys.nbytes + values.nbytes
+        return keys, values
 
     def dot(self, query: Tensor) -> Tensor:
         """Products of each query head with the keys of its KV head, unscaled: [b, Hq, q, d] -> [b, Hq, q, n]."""
@@ -163,6 +189,8 @@ class KVLayer:
 
     def query_parts(self, query: Tensor) -> tuple[Tensor, ...]:
         """A query [b, Hq, q, d] in the parts in which keys are stored: one, or leading and other dimensions apart."""
+        if self.expansion is not None:
+            return self.expansion.absorb(query)
         if self._split is None:
             return (query,)
         known, self._parts = self._parts, None
@@ -172,17 +200,23 @@ class KVLayer:
         self._parts = query, parts
         return parts
 
-    def read_split(self, chosen: int) -> SplitRows | None:
-        """The rows of a split layer, for a kernel; None if they lie in several pieces or hold padding.
+    def read_split(self, numbers: int) -> SplitRows | None:
+        """The rows of a split layer, for a kernel; None if they lie in several pieces, hold padding, or their values
+        are not as wide as their keys.
 
-        Counts as read: the leading dimensions of all tokens, and for `chosen` tokens of each sequence, over all heads,
-        whole keys and values.
+        Counts as read: the leading dimensions of all tokens, and so many numbers of keys and values of each sequence.
         """
         if self._frozen or self.padded or not isinstance(self._own, SplitRows):
             return None
+        if self._own.value_dim != self._own.split.order.shape[1]:
+            return None
         rows = self._own
-        self.read_bytes += rows.lead_bytes + 2 * self.batch * chosen * rows.split.order.shape[1] * rows.values.itemsize
+        self.read_bytes += rows.lead_bytes + self.batch * numbers * rows.buffer.tail.storage.itemsize
         return rows
+
+    def remember(self, products: Tensor) -> None:
+        """What `lead_dot` would give for the whole query of the step, found by a kernel: for `choose`."""
+        self._products = products
 
     def choose(self, slots: Tensor) -> Chosen:
         """Keys, in the parts in which they are stored, and values of the given slots [b, heads, m].
@@ -202,13 +236,18 @@ class KVLayer:
         """The keys in one, and the values: [b, heads, m] -> two of [b, heads, m, d]."""
         chosen = self._chosen(slots)
         self.read_bytes += chosen.nbytes
-        return self._whole(chosen.keys), chosen.values
+        return self._whole(chosen)
 
-    def _whole(self, keys: tuple[Tensor, ...]) -> Tensor:
-        return keys[0] if self._split is None else self._split.undo(torch.cat(keys, dim=-1))
+    def _whole(self, chosen: Chosen) -> tuple[Tensor, Tensor]:
+        if self.expansion is not None:
+            return self.expansion.whole(*chosen.keys)
+        keys = chosen.keys
+        return keys[0] if self._split is None else self._split.undo(torch.cat(keys, dim=-1)), chosen.values
 
     def _chosen(self, slots: Tensor) -> Chosen:
         parts = self._found(slots, lambda segment, some: segment.pick(some))
+        if self.expansion is not None:
+            return Chosen(parts, parts[0], up=self.expansion.values)
         if self._split is None:
             return Chosen(parts[:1], parts[1])
         lead, tails = parts if len(parts) == 2 else (parts[0], self._tails(slots))
@@ -282,10 +321,15 @@ class KVLayer:
     # changing it ------------------------------------------------------------------------------------------------
 
     def append(self, keys: Tensor, values: Tensor, positions: Tensor, reserve: int = 0) -> None:
-        """Add tokens at the end: keys, values [b, H, m, d], positions [b, m]. `reserve`: tokens expected later."""
+        """Add tokens at the end: keys, values [b, H, m, d], positions [b, m]. `reserve`: tokens expected later.
+
+        A layer with an `expansion` takes latents [b, 1, m, R] and rotary keys [b, 1, m, P].
+        """
         self.seen += keys.shape[2]
         rows = positions[:, None]
-        if self._frozen or self._own is not None:  # which may hold more heads than come in, after an eviction per head
+        if self.expansion is None and (
+            self._frozen or self._own is not None
+        ):  # which may hold more heads than come in, after an eviction per head
             held = self.segments[0]
             rows = rows.expand(-1, held.positions.shape[1], -1)
             group = held.heads // keys.shape[1]
@@ -301,32 +345,44 @@ class KVLayer:
             self._pack()
 
     @property
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """Keys and values, or latents and rotary keys, of an unsplit layer whose tokens lie in one piece: writable."""
+        own = self._own.rows if isinstance(self._own, LatentRows) else self._own
+        assert isinstance(own, Rows)
+        assert not self._frozen
+        return own.keys, own.values
+
+    @property
     def spare(self) -> int:
         """Tokens that can come before the layer's own rows have to grow."""
         return 0 if self._own is None else self._own.spare
 
-    def _fresh(self, keys: Tensor, values: Tensor, positions: Tensor, spare: int) -> Rows | SplitRows:
+    def _fresh(self, keys: Tensor, values: Tensor, positions: Tensor, spare: int) -> Rows | SplitRows | LatentRows:
         if self._split is None:
-            return Rows.of(keys, values, positions, spare)
+            rows = Rows.of(keys, values, positions, spare)
+            return rows if self.expansion is None else LatentRows(self.expansion, rows)
         return SplitRows.of(self._split, keys, values, positions, spare)
 
     @property
     def is_split(self) -> bool:
         return self._split is not None
 
-    def split(self, order: Tensor, lead: int, kernels: bool = False, offload: Prefetch | None = None) -> None:
+    def split(self, order: Tensor, lead: int, layout: Layout | None = None, offload: Prefetch | None = None) -> None:
         """Store the first `lead` of the key dimensions `order` [H, d] apart from the others, from now on.
 
-        kernels: in the layout that kernels read. offload: keep all but the leading dimensions in the host's memory,
-        and what is fetched from there for a step as this says (fasa_bench.near). Rows that are packed or going to be
-        stay as they are, and a prompt that samples share already, unless it is to leave the device.
+        layout: as a kernel wants it; None for what PyTorch's products are fastest with here. offload: keep all but the
+        leading dimensions in the host's memory, and what is fetched from there for a step as this says
+        (fasa_bench.near). Rows that are packed or going to be stay as they are; so do latents, and a prompt that
+        samples share already, unless it is to leave the device.
         """
-        if self.packing.bits < 16 or (self._frozen and offload is None):
+        shared = self._frozen or self.expansion is not None
+        if self.packing.bits < 16 or (shared and offload is None):
             return
-        blocks = self.device.type == "cpu" and not kernels
+        if layout is None:
+            layout = BLOCKS if self.device.type == "cpu" else ROWS
         parts = [(part.keys, part.values, part.positions) for part in self._frozen]
-        own = self._own
-        self._split = Split(order.to(self.device), lead, blocks, offload is not None)
+        own, self.expansion = self._own, None  # what is split are the keys of each head
+        self._split = Split(order.to(self.device), lead, layout, offload is not None)
         self._near = None if offload is None else Near(offload)
         self._frozen = [self._fresh(*part, spare=0) for part in parts]
         if own is not None:
@@ -335,7 +391,8 @@ class KVLayer:
     def keep(self, slots: Tensor) -> None:
         """Evict all but the given slots [b, heads, m], ascending, without repeats; frees the rest.
 
-        With as many heads as query heads the layer holds one copy per query head from then on.
+        With as many heads as query heads the layer holds one copy per query head from then on. Latents, which all
+        heads share, stay latents while all heads keep the same tokens; else each head gets keys and values of its own.
         """
         if self._packed:
             allowed = "16 for a method that evicts while decoding: packed rows cannot be dropped one by one"
@@ -343,17 +400,31 @@ class KVLayer:
         slots = slots.expand(self.batch, -1, -1)
         positions = self.positions_of(slots)
         chosen = self._chosen(slots)
-        self._frozen, self._own = [], self._fresh(self._whole(chosen.keys), chosen.values, positions, spare=1)
+        if self.expansion is not None and slots.shape[1] == 1:
+            keys, values = chosen.keys
+        else:
+            keys, values = self._whole(chosen)
+            self.expansion = None
+        self._frozen, self._own = [], self._fresh(keys, values, positions, spare=1)
         self._forget()
+
+    def trim(self, slack: int = 0) -> None:
+        """Drop what no later token can attend to, once so many more tokens are held than the window has."""
+        if self.window is not None and self.length >= self.window + slack:
+            self.keep(torch.arange(self.length + 1 - self.window, self.length, device=self.device)[None, None])
 
     def pack(self) -> None:
         """Store what is not recent in few bits if `packing` says so, now and as more tokens come."""
         self._packed = self.packing.bits < 16
+        if self._packed and self.expansion is not None:
+            raise UserError.of(
+                "cache.bits", self.packing.bits, "must be 16: this model's cache of latents is not packed"
+            )
         if self._packed:
             self._pack()
 
     def _pack(self) -> None:
-        assert not isinstance(self._own, SplitRows)
+        assert self._own is None or isinstance(self._own, Rows)
         parts = None if self._own is None else pack_oldest(self._own, self.packing)
         if parts is None:
             return
@@ -401,58 +472,3 @@ class KVLayer:
 def _bytes(tensors: list[Tensor]) -> int:
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
-
-
-class Cache(transformers.Cache):
-    """What the model gets as its cache: it only hands new tokens through and tells true lengths.
-
-    The attention function appends to the layers itself, since a method has to act between two tokens of one call.
-    Without position ids the model asks `get_seq_length`, so that positions stay true after eviction.
-    """
-
-    layers: list[KVLayer]  # type: ignore[assignment]
-
-    def __init__(self, layers: int | list[KVLayer]) -> None:
-        made = [KVLayer(index) for index in range(layers)] if isinstance(layers, int) else layers
-        super().__init__(layers=made)  # type: ignore[arg-type]
-        for layer, after in zip(made, made[1:] + made[:1], strict=True):
-            layer.after = weakref.ref(after)
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        return key_states, value_states
-
-    def get_seq_length(self, layer_idx: int = 0, *args: Any, **kwargs: Any) -> int:
-        return self.layers[layer_idx].seen
-
-    def get_mask_sizes(self, query_length: Any, layer_idx: int) -> tuple[int, int]:
-        new = query_length if isinstance(query_length, int) else len(query_length)  # cache_position before 5.x
-        return self.layers[layer_idx].seen + new, 0
-
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        return -1
-
-    get_max_cache_shape = get_max_length  # its name before 5.x
-
-    @property
-    def is_compileable(self) -> bool:
-        """Asked before 5.x."""
-        return False
-
-    def fork(self) -> Cache:
-        return Cache([layer.fork() for layer in self.layers])
-
-    @property
-    def device_bytes(self) -> int:
-        return sum(layer.device_bytes for layer in self.layers)
-
-    @property
-    def hit_rate(self) -> float | None:
-        """Share of the rows wanted from the host's memory that lay on the device already; None if none was wanted."""
-        asked = sum(layer.asked_rows for layer in self.layers)
-        return sum(layer.found_rows for layer in self.layers) / asked if asked else None
-
-    @property
-    def host_bytes(self) -> int:
-        return sum(layer.host_bytes for layer in self.layers)

@@ -29,6 +29,7 @@ from fasa_bench.paths import cache_folder
 from fasa_bench.principal import Rotary, principal_axes
 from fasa_bench.rope import Pairing
 from fasa_bench.session import Session
+from fasa_bench.softmax import position_bias
 from fasa_bench.texts import calibration_text, sample_of
 
 if TYPE_CHECKING:
@@ -87,11 +88,11 @@ class Calibration:
         return hashlib.sha256(self.sample.encode()).hexdigest()[:16]
 
     def agreement(self, model: Model, pairing: Pairing) -> Tensor:
-        """Mean CA [layers, Hq, chunks] of this model: from `file`, from an earlier run, or measured now."""
+        """Mean CA [layers, Hq, chunks] of full-attention layers: from `file`, from an earlier run, or measured now."""
         return self._artefact("agreement", f"{pairing}-k{self.k}", model, pairing, self.measure)
 
     def basis(self, model: Model, rotary: Rotary) -> Tensor:
-        """Principal axes of the keys [layers, H, d, d], columns by falling variance; found like `agreement`."""
+        """Principal axes of their keys [layers, H, d, d], columns by falling variance; found like `agreement`."""
         return self._artefact("basis", f"keys-{rotary}", model, rotary, self.measure_basis)
 
     def _artefact(
@@ -121,7 +122,7 @@ class Calibration:
     def measure_basis(self, model: Model, rotary: Rotary) -> Tensor:
         """Principal axes [layers, H, d, d] of the keys of a dense pass of `prefill` + `decode` tokens."""
         with Session(model.network, model.prefill_backend) as session:
-            layers = session.prefill(self._ids(model, self.prefill + self.decode)).cache.layers
+            layers = session.prefill(self._ids(model, self.prefill + self.decode)).cache.full
             if rotary == "post":
                 keys = [layer.keys for layer in layers]
             else:  # turned back to where they were
@@ -159,7 +160,9 @@ class AgreementRecorder(Method):
     def decoded(self, layer: KVLayer, query: Tensor, weights: Tensor | None) -> None:
         if layer.length <= self.k:  # any chunk would agree
             return
-        hits = chunk_hits(query, layer.keys, self.units.to(query.device), self.k)[0]
+        bias = position_bias(layer)
+        bias = None if bias is None else bias / layer.scale
+        hits = chunk_hits(query, layer.keys, self.units.to(query.device), self.k, bias)[0]
         found = torch.stack([band.sum(-1) for band in hits.split(self._sizes, dim=-1)], dim=-1).double().cpu()
         self._found[layer.index] = self._found.get(layer.index, 0) + found
         self.steps[layer.index] = self.steps.get(layer.index, 0) + 1
@@ -177,13 +180,15 @@ class AgreementRecorder(Method):
         return torch.stack([self._found[i] / self.steps[i] for i in sorted(self._found)])
 
 
-def contextual_agreement(query: Tensor, keys: Tensor, units: Tensor, k: int) -> Tensor:
+def contextual_agreement(query: Tensor, keys: Tensor, units: Tensor, k: int, bias: Tensor | None = None) -> Tensor:
     """CA of each chunk for one query: query [b, Hq, 1, d], keys [b, H, n, d], units [U, s] -> [b, Hq, U]."""
-    return chunk_hits(query, keys, units, k).sum(-1) / k
+    return chunk_hits(query, keys, units, k, bias).sum(-1) / k
 
 
-def chunk_hits(query: Tensor, keys: Tensor, units: Tensor, k: int) -> Tensor:
+def chunk_hits(query: Tensor, keys: Tensor, units: Tensor, k: int, bias: Tensor | None = None) -> Tensor:
     """Which of a head's K best tokens, best first, each chunk has among its own K best: [b, Hq, U, K] bool.
+
+    bias [b, Hq, n]: a position bias, which is part of the full scores and of no chunk's.
 
     Works through one KV head at a time, so that a long context needs memory for G * U * n scores, not for all heads.
     """
@@ -193,8 +198,16 @@ def chunk_hits(query: Tensor, keys: Tensor, units: Tensor, k: int) -> Tensor:
     for head in range(heads):
         one, cached = grouped[:, head], keys[:, head].float()  # [b, G, d], [b, n, d]
         whole = torch.matmul(one, cached.transpose(1, 2))
+        if bias is not None:
+            whole += bias.unflatten(1, (heads, -1))[:, head]
         best = whole.topk(k, dim=-1).indices[:, :, None].expand(-1, -1, len(units), -1)
-        parts = (one[:, :, dims, None] * cached[:, None, :, dims].transpose(2, 3) for dims in units.unbind(1))
+        parts = (unit_products(one, cached, dims) for dims in units.unbind(1))
         chunk = functools.reduce(torch.Tensor.add_, parts)  # [b, G, U, n]
         found.append(best_mask(chunk, k).gather(3, best))
     return torch.cat(found, dim=1)
+
+
+def unit_products(query: Tensor, keys: Tensor, dims: Tensor) -> Tensor:
+    """Products in one dimension of each unit, 0 where it has none (-1): [b, G, d], [b, n, d], [U] -> [b, G, U, n]."""
+    one = query[:, :, dims] * (dims >= 0)
+    return one[..., None] * keys[:, None, :, dims].transpose(2, 3)

@@ -49,6 +49,8 @@ _ends: list[End] = []  # of this process's jobs, in the order in which they ende
 def main(conf: Path) -> None:
     """Run the job, or all jobs of a multirun, that the command line describes; exits non-zero if one failed."""
     set_up()
+    if os.environ.get("TORCHELASTIC_RUN_ID"):  # each of its processes would run, and write, everything
+        sys.exit("error: run.py is one process, not several of torchrun; for several GPUs: docs/sweeps.md")
     Plugins.instance().register(Together)  # Hydra's own search misses it in some editable installs
     try:
         hydra.main(version_base="1.3", config_path=str(conf), config_name="config")(job)()

@@ -57,6 +57,12 @@ class Clock:
         self.seconds[name] += spent - self._inside
         self._inside = outside + spent
 
+    def spent(self, name: str, seconds: float) -> None:
+        """Count a part of the running stage that somebody else timed as a stage of its own."""
+        if self.fine:
+            self.seconds[name] += seconds
+            self._inside += seconds
+
     def _now(self) -> float:
         self.wait()
         return time.perf_counter()
@@ -69,3 +75,10 @@ def stage(name: str) -> contextlib.AbstractContextManager[None]:
     """`Clock.stage` on the clock of the pass or step in progress, if there is one."""
     clock = _running.get()
     return contextlib.nullcontext() if clock is None else clock.stage(name)
+
+
+def spent(name: str, seconds: float) -> None:
+    """`Clock.spent` on the clock of the step in progress, if there is one."""
+    clock = _running.get()
+    if clock is not None:
+        clock.spent(name, seconds)

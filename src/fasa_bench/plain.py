@@ -9,6 +9,7 @@ from transformers import DynamicCache
 
 from fasa_bench.attention import NAME
 from fasa_bench.clock import Clock
+from fasa_bench.errors import UserError
 from fasa_bench.session import Prefilled
 
 
@@ -19,25 +20,29 @@ class Plain:
         self.session = prefilled.session
         self.position = prefilled.next_position
         self.clock = Clock.on(self.session.device)
+        if any(layer.window or layer.cap or layer.sinks is not None for layer in prefilled.cache.layers):
+            allowed = "must be false for a model with sliding windows, soft caps or sinks"
+            raise UserError.of("task.plain", True, allowed)
         self.cache = DynamicCache()
         for index, layer in enumerate(prefilled.cache.layers):
-            self.cache.update(layer.keys, layer.values, index)
+            self.cache.update(*layer.tables, index)
 
     def step(self, token_ids: Tensor) -> float:
         """Feed the next token of each row [b, 1]; returns seconds."""
         network = self.session.network
-        network.set_attn_implementation("sdpa")
+        if not self.session.hooked:
+            network.set_attn_implementation("sdpa")
         try:
             with self.clock.whole("step"):
                 network(
                     input_ids=token_ids.to(self.session.device),
-                    position_ids=self.position,
                     use_cache=True,
-                    logits_to_keep=1,
+                    **self.session.arguments(self.position, None, keep=1),
                     **{self.session.cache_argument: self.cache},
                 )
         finally:
-            network.set_attn_implementation(NAME)
+            if not self.session.hooked:
+                network.set_attn_implementation(NAME)
         self.position = self.position + 1
         return self.clock.seconds.pop("step")
 

@@ -63,6 +63,8 @@ class Protocol:
         if end < 1:
             key = "question" if self.question == "decode" else "first_token"
             allowed = f"nothing of {example.id} ({len(ids)} tokens) is left to prefill"
+            if example.fields.get("truncated"):
+                allowed += ", since it was cut to the model's limit; raise model.max_input"
             raise UserError.of(f"protocol.{key}", getattr(self, key), allowed)
         return ids[:end], ids[end:]
 

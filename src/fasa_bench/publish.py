@@ -17,10 +17,14 @@ from fasa_bench.store import Run, report_runs
 from fasa_bench.tracking import Logger, WandbTracker
 
 FOLDERS = ("tables", "figures", "report")
-CELL = ("exhibit", "profile", "model", "row", "column", "unit", "ours", "ci_low", "ci_high", "n", "paper", "verdict")
-CELL += ("state", "difference_to_full_kv", "p_value", "runs")
-RUN = ("run_id", "model", "task", "method", "name", "budget", "status", "tokens_read", "decode_ms", "cache_mib")
-RUN += ("metric", "value", "ci_low", "ci_high", "n")
+CELL = [
+    *("exhibit", "profile", "model", "row", "column", "unit", "ours", "ci_low", "ci_high", "n", "paper", "verdict"),
+    *("state", "difference_to_full_kv", "p_value", "runs"),
+]
+RUN = [
+    *("run_id", "model", "task", "method", "name", "budget", "status", "tokens_read", "decode_ms", "cache_mib"),
+    *("metric", "value", "ci_low", "ci_high", "n"),
+]
 
 
 def publish(results_dir: str | Path, stored: Sequence[Run] | None = None, logger: Logger | None = None) -> str:

@@ -26,7 +26,7 @@ def keep(cfg: DictConfig, error: Exception) -> Path | None:
         identity = {"refused": plain({key: value for key, value in config.items() if key not in ASIDE})}
         store = RunStore(config["results_dir"], run_id(identity), config | {"identity": identity})
         names = {part: section_name(config.get(part)) for part in ("model", "method", "task")}
-        summary = {"status": "failed", **names, "budget": config.get("budget"), "metrics": {}}
+        summary: dict[str, Any] = {"status": "failed", **names, "budget": config.get("budget"), "metrics": {}}
         summary |= {"examples": 0, "failed_examples": 0, "error": f"{type(error).__name__}: {error}", "config": config}
         with store, Tracker.of(config["logger"], store.run_id, config, store.results_dir) as tracker:
             store.write_summary(summary)

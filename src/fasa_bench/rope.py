@@ -6,31 +6,43 @@ dimensions form a pair differs between implementations, so it is read off the lo
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
+from types import ModuleType
 from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
 
 from fasa_bench.errors import UserError
+from fasa_bench.latent import expansions_of
+from fasa_bench.windows import full_layers
 
 Layout = Literal["half", "interleaved", "none"]
 Pairing = Literal["rope", "adjacent", "single"]
 
 FIXED = ("default", "linear", "llama3", "yarn", "proportional")  # rope types whose frequencies ignore the length
 PROBES = (1, 2, 7)  # positions at which the rotation is read and checked
+APPLY = ("apply_rotary_pos_emb", "apply_rotary_emb")  # transformers' names for what turns queries and keys
+TURNED = PROBES[-1]  # where the keys of all layers are checked
+
+
+def _fail(network: Any, reason: str) -> NoReturn:
+    raise UserError(f"the position embedding of {type(network).__name__} is not understood: {reason}")
 
 
 @dataclass(frozen=True, eq=False)
 class Rope:
-    """How the dimensions of one head rotate.
+    """How the dimensions of one head rotate, in the layers of full attention.
 
     layout: `half` pairs (i, i + n), `interleaved` pairs (2i, 2i + 1), both within the rotating dimensions; `none`: no
         dimension rotates. pairs: (a, b), highest frequency first; position p turns (x_a, x_b) by p * inv_freq.
     plain: dimensions that do not rotate (partial RoPE). inv_freq: radians per position, [n_pairs] float32.
     scaled: the frequencies depend on the text's length (dynamic NTK, longrope), so cached keys cannot be moved.
+    layers: the layers that this is true of, those of full attention; others may rotate otherwise (Gemma 3).
     """
 
     layout: Layout
@@ -39,21 +51,21 @@ class Rope:
     inv_freq: Tensor
     head_dim: int
     scaled: bool = False
+    layers: tuple[int, ...] = ()
 
     @property
     def n_chunks(self) -> int:
         return len(self.pairs)
 
     def units(self, pairing: Pairing) -> Tensor:
-        """Dimensions of each unit that a method selects, [n_units, unit_size] int64.
+        """Dimensions of each unit that a method selects, [n_units, unit_size] int64; -1 fills up a smaller unit.
 
-        `rope`: the true pairs, highest frequency first; plain dimensions are in no unit. `adjacent`: (2i, 2i + 1) over
-        the whole head, as in the authors' code. `single`: every dimension on its own.
+        `rope`: the true pairs, highest frequency first, then each dimension that does not rotate on its own (paper,
+        Figure 9); without RoPE all are (Figure 8). `adjacent`: (2i, 2i + 1) over the whole head, as in the authors'
+        code. `single`: every dimension on its own.
         """
-        if pairing == "rope":
-            if not self.pairs:
-                raise UserError.of("method.pairing", pairing, "this model has no RoPE: use single or adjacent")
-            return torch.tensor(self.pairs)
+        if pairing == "rope" and self.pairs:
+            return torch.tensor([*self.pairs, *((dimension, -1) for dimension in self.plain)])
         size = 2 if pairing == "adjacent" else 1
         return torch.arange(self.head_dim).reshape(-1, size)
 
@@ -77,35 +89,39 @@ class Rope:
         """Read the rotation off a transformers model.
 
         The model's own rotary functions turn basis vectors, which gives the rotation matrix of some positions; the
-        keys that each layer really caches at another position then have to agree with it.
-        Raises UserError for a rotation that is not made of pairs, or that is not the same in every layer.
+        keys that each layer of full attention really caches at another position then have to agree with it.
+        Raises UserError for a rotation that is not made of pairs, or that is not the same in all these layers.
         """
-        attention = {type(module) for module in network.modules() if "Attention" in type(module).__name__}
-        rotaries = {name: m for name, m in network.named_modules() if "rotary_emb" in name.rpartition(".")[2]}
-        keys = _cached_keys(network, None)
-        if not attention or len({key.shape[-1] for key in keys}) != 1:
-            _fail(network, "no attention module was found, or its heads differ in size between layers")
-        head_dim = keys[0].shape[-1]
-        functions = {name for kind in attention for name in vars(sys.modules[kind.__module__]) if "rotary" in name}
-        if not rotaries and not functions:
-            return cls("none", [], list(range(head_dim)), torch.empty(0), head_dim)
-        called = [_function(kind) for kind in attention]
-        apply = called[0] if len(set(called)) == 1 else None
-        if len(rotaries) != 1 or apply is None:
-            _fail(network, "its rotary embedding is not one module `rotary_emb` with one `apply_rotary_pos_emb`")
-        rotary = next(iter(rotaries.values()))
-        rope_type = getattr(rotary, "rope_type", "default")
-        try:
-            matrices = _read(rotary, apply, head_dim)
-        except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
-            _fail(network, f"its rotary functions cannot be called ({error})")
-        rope = cls._from_matrices(network, matrices, rope_type not in FIXED)
-        for before, after in zip(keys, _cached_keys(network, PROBES[-1]), strict=True):
-            expected = before.float() @ _rotation(rope, PROBES[-1]).T
-            tolerance = max(1e-4, 2 * torch.finfo(before.dtype).eps) * before.float().norm()
-            if (after.float() - expected).norm() > tolerance:
-                _fail(network, "the keys of some layer do not rotate the way its rotary functions do")
-        return rope
+        layers = tuple(full_layers(network.config))
+        if not layers:
+            _fail(network, "no layer has full attention")
+        before, after = ([keys[i].float() for i in layers] for keys in (_keys(network, None), _keys(network, TURNED)))
+        if len({key.shape[-1] for key in before}) != 1:
+            _fail(network, "its heads differ in size between layers")
+        head_dim, exact = before[0].shape[-1], torch.finfo(network.dtype).eps
+
+        def agrees(rope: Rope) -> bool:
+            turn = _rotation(rope, TURNED).T
+            tolerance = max(1e-4, 2 * exact)
+            return all((b - a @ turn).norm() <= tolerance * a.norm() for a, b in zip(before, after, strict=True))
+
+        still = cls("none", [], list(range(head_dim)), torch.empty(0), head_dim, layers=layers)
+        if agrees(still) or not _has_rotary(network):  # learned positions move keys too, but are no rotation
+            return still
+        # what cannot be called, or is not made of pairs, may belong to other layers: the reason counts if nothing fits
+        reasons = ["the keys of some layer do not rotate the way its rotary functions do"]
+        for scaled, read in _rotations(network, head_dim):
+            try:
+                rope = cls._from_matrices(network, read(), scaled)
+            except (TypeError, ValueError, AttributeError, IndexError, KeyError, RuntimeError) as error:
+                reasons.append(f"its rotary functions cannot be called ({error})")
+                continue
+            except UserError as error:
+                reasons.append(str(error).partition("not understood: ")[2])
+                continue
+            if agrees(rope):
+                return replace(rope, layers=layers)
+        _fail(network, reasons[-1])
 
     @classmethod
     def _from_matrices(cls, network: Any, matrices: Tensor, scaled: bool) -> Rope:
@@ -136,10 +152,6 @@ class Rope:
         return rope
 
 
-def _fail(network: Any, reason: str) -> NoReturn:
-    raise UserError(f"the position embedding of {type(network).__name__} is not understood: {reason}")
-
-
 def _layout(network: Any, pairs: list[tuple[int, int]]) -> Layout:
     rotating = sorted(dimension for pair in pairs for dimension in pair)
     n = len(pairs)
@@ -150,27 +162,64 @@ def _layout(network: Any, pairs: list[tuple[int, int]]) -> Layout:
     _fail(network, f"its pairs of dimensions are neither halves nor neighbours: {pairs}")
 
 
-def _function(kind: type) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """The `apply_rotary_pos_emb` that an attention class calls: the one of the module that defines the class."""
-    return getattr(sys.modules[kind.__module__], "apply_rotary_pos_emb", None)
+def _rotaries(network: Any) -> list[Any]:
+    return [module for name, module in network.named_modules() if name.rpartition(".")[2].startswith("rotary_emb")]
 
 
-def _read(rotary: Any, apply: Callable[..., tuple[Tensor, Tensor]], head_dim: int) -> Tensor:
-    """What rotary position embedding multiplies a key (a column) by at the PROBES, [len(PROBES), d, d] float64."""
+def _has_rotary(network: Any) -> bool:
+    return bool(_rotaries(network)) or any("rotary" in name for source in _sources(network) for name in vars(source))
+
+
+def _sources(network: Any) -> set[ModuleType]:
+    """The Python modules that define the attention of the network's layers."""
+    found = {type(module) for module in network.modules() if getattr(module, "layer_idx", None) is not None}
+    return {sys.modules[kind.__module__] for kind in found if "Attention" in kind.__name__}
+
+
+def _rotations(network: Any, head_dim: int) -> Iterator[tuple[bool, Callable[[], Tensor]]]:
+    """Rotations that the model has: whether their frequencies depend on the length, and what reads them.
+
+    A model has one rotary module `rotary_emb`, or one for each type of layer, or one that is told the type.
+    """
+    found = {(name, getattr(source, name, None)) for source in _sources(network) for name in APPLY}
+    applies = [apply for _, apply in sorted(found, key=lambda item: APPLY.index(item[0])) if apply is not None]
+    rotaries = _rotaries(network)
+    if not rotaries or not applies:
+        _fail(network, f"it has no module `rotary_emb` with one of {', '.join(APPLY)}")
+    for rotary, apply, behind in itertools.product(rotaries, applies, (False, True)):
+        read = partial(_read, rotary, apply, head_dim, behind)
+        kind: Any = getattr(rotary, "rope_type", "default")
+        if isinstance(kind, dict):
+            for name, its in kind.items():
+                yield its not in FIXED, partial(read, layer_type=name)
+        else:
+            yield kind not in FIXED, read
+
+
+def _read(
+    rotary: Any, apply: Callable[..., tuple[Tensor, Tensor]], head_dim: int, behind: bool, **layer_type: str
+) -> Tensor:
+    """What rotary position embedding multiplies a key (a column) by at the PROBES, [len(PROBES), d, d] float64.
+
+    behind: whether the dimensions that do not rotate come first (latent attention), and not last.
+    """
     device = next((buffer.device for buffer in rotary.buffers()), torch.device("cpu"))
     positions = torch.tensor([PROBES], device=device)
-    cos, sin = rotary(torch.zeros(1, len(PROBES), head_dim, device=device), positions)
-    # Some attention classes hand over the whole head, others the rotating part in front; the keys decide later.
-    for width in (head_dim, cos.shape[-1]):
+    turning = rotary(torch.zeros(1, len(PROBES), head_dim, device=device), positions, **layer_type)
+    turning = turning if isinstance(turning, tuple) else (turning,)  # cosines and sines, or complex numbers
+    turned = turning[0].shape[-1] * (2 if turning[0].is_complex() else 1)
+    # Some attention classes hand over the whole head, others the part that rotates; the keys decide later.
+    for width in (head_dim, turned):
         basis = torch.eye(width, device=device)[None, :, None, :].expand(1, width, len(PROBES), width)
         try:
-            rotated = apply(basis, basis, cos, sin)[1]
+            rotated = apply(basis, basis, *turning)[1]
         except RuntimeError:  # shapes do not fit
             continue
         matrices = torch.eye(head_dim, dtype=torch.float64).repeat(len(PROBES), 1, 1)
-        matrices[:, :width, :width] = rotated[0].permute(1, 2, 0).double().cpu()  # [basis, position, out] before
+        part = slice(head_dim - width, None) if behind else slice(width)
+        matrices[:, part, part] = rotated[0].permute(1, 2, 0).double().cpu()  # [basis, position, out] before
         return matrices
-    raise ValueError(f"cos of width {cos.shape[-1]} fits no part of a head of {head_dim}")
+    raise ValueError(f"a rotation of {turned} dimensions fits no part of a head of {head_dim}")
 
 
 def _rotation(rope: Rope, position: int) -> Tensor:
@@ -178,7 +227,7 @@ def _rotation(rope: Rope, position: int) -> Tensor:
     return replace(rope, scaled=False).rotate(torch.eye(rope.head_dim), position).T
 
 
-def _cached_keys(network: Any, position: int | None) -> list[Tensor]:
+def _keys(network: Any, position: int | None) -> list[Tensor]:
     """Keys that every layer caches for some tokens, each alone at `position`, [tokens, kv_heads, 1, d] per layer.
 
     A lone token attends to itself alone, so what enters a layer does not depend on the position: only keys do.
@@ -187,11 +236,18 @@ def _cached_keys(network: Any, position: int | None) -> list[Tensor]:
     ids = torch.tensor([[3], [5], [7], [11]], device=device)
     where = {} if position is None else {"position_ids": torch.full_like(ids, position)}
     attention = network.config._attn_implementation
-    network.set_attn_implementation("eager")  # a method's attention may be installed, which wants its own cache
+    if attention != "eager":  # a method's attention may be installed, which wants its own cache
+        network.set_attn_implementation("eager")
     try:
         with torch.no_grad():
             output = network(input_ids=ids, use_cache=True, **where)
     finally:
-        network.set_attn_implementation(attention)
+        if attention != "eager":
+            network.set_attn_implementation(attention)
     cache = getattr(output, "cache", None)  # its name in newer transformers 5
-    return [layer.keys.cpu() for layer in (output.past_key_values if cache is None else cache).layers]
+    layers = (output.past_key_values if cache is None else cache).layers
+    whole = {index: expansion.whole for index, expansion in expansions_of(network).items()}
+    return [
+        (whole[index](layer.keys, layer.values)[0] if index in whole else layer.keys).cpu()
+        for index, layer in enumerate(layers)
+    ]

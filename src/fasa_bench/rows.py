@@ -56,4 +56,5 @@ def without_texts(row: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]
         for part in ("fields", "scores")
         if part in row
     }
-    return {**row, "prediction": None, **parts}
+    prediction = "" if row.get("prediction") == "" else None  # where there is no text, none is left out
+    return {**row, "prediction": prediction, **parts}

@@ -29,6 +29,7 @@ from fasa_bench.store import run_id
 from fasa_bench.study import Study
 from fasa_bench.task import Example, Prediction, Task, Timing
 from fasa_bench.timing import DoesNotFitError, begin, measure
+from fasa_bench.windows import full_layers, windows
 
 log = logging.getLogger("fasa_bench")
 
@@ -135,6 +136,9 @@ class Job:
         for layer in self.method.dense_layers:
             if not 0 <= layer < layers:
                 raise UserError.of("method.dense_layers", layer, f"layers of {self.model.name} are 0 to {layers - 1}")
+        if self.method.takes_budget and not full_layers(self.model.config):
+            allowed = f"fkv for {self.model.name}: all its layers have a sliding window, so that no method can act"
+            raise UserError.of("method", self.method.name, allowed)
         self.method.prepare(self.model, self.calibration)
 
     @property
@@ -148,7 +152,18 @@ class Job:
             f"{section}.{key}": {"value": getattr(part, key, None), "note": note}
             for section, part in parts
             for key, note in part.notes.items()
-        }
+        } | self._windows
+
+    @property
+    def _windows(self) -> dict[str, dict[str, Any]]:
+        """What a model's sliding windows mean for a run."""
+        sizes = windows(self.model.config)
+        if not any(sizes):
+            return {}
+        note = "a layer with a sliding window keeps it and is read whole; the method, its budget, its calibration and "
+        note += "the realised tokens are those of the layers with full attention"
+        found = {"window": max(filter(None, sizes)), "full_attention_layers": full_layers(self.model.config)}
+        return {"model.windows": {"value": found, "note": note}}
 
 
 def run(job: Job) -> Path:
@@ -248,7 +263,7 @@ def _row(prefilled: Prefilled, decoder: Decoder, example: Example, prediction: P
         **prompt(example),
         "fields": example.fields,
         "prefill_tokens": prefilled.tokens,  # the others were fed under the method
-        "budget_tokens": decoder.cache.layers[0].budget,
+        "budget_tokens": next((layer.budget for layer in decoder.cache.full), None),
         "prefill_s": round(prefilled.seconds, 6),
         "compress_s": round(decoder.compress_seconds, 6),
         "feed_s": round(decoder.feed_seconds, 6),

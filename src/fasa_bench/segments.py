@@ -50,16 +50,18 @@ class Chosen(NamedTuple):
     """Keys and values of some tokens [b, heads, m, ...].
 
     keys: the dimensions of a head in one part or in several. products [b, Hq, 1, m]: those of the query being decoded
-    with the dimensions that are in none of the parts.
+    with the dimensions that are in none of the parts. up [H, R, v]: what makes values of latents, which `values` are
+    then, and the first part of the keys too (fasa_bench.latent).
     """
 
     keys: tuple[Tensor, ...]
     values: Tensor
     products: Tensor | None = None
+    up: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for part in (*self.keys, self.values))
+        return sum(part.nbytes for part in (self.keys if self.up is not None else (*self.keys, self.values)))
 
     def dot(self, query: tuple[Tensor, ...]) -> Tensor:
         """Products of each query head with its tokens: a query [b, Hq, q, ...] in all parts -> [b, Hq, q, m]."""
@@ -67,6 +69,11 @@ class Chosen(NamedTuple):
         needed = query[len(query) - len(self.keys) :]
         found += (product(part, keys.transpose(2, 3)) for part, keys in zip(needed, self.keys, strict=True))
         return functools.reduce(torch.Tensor.add_, found)
+
+    def mix(self, weights: Tensor) -> Tensor:
+        """Values of each query head's tokens, summed with these weights: [b, Hq, q, m] -> [b, Hq, q, v]."""
+        mixed = product(weights, self.values)
+        return mixed if self.up is None else mixed @ self.up
 
 
 class Segment(Protocol):

@@ -7,22 +7,26 @@ import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from fasa_bench import layer_budget
+from fasa_bench.alibi import family_of, hooked, slopes_of
 from fasa_bench.allocator import keep_freed_memory
 from fasa_bench.attention import Reading, installed, reading
-from fasa_bench.cache import Cache
+from fasa_bench.cache import KVLayer
 from fasa_bench.clock import Clock
 from fasa_bench.errors import UserError
+from fasa_bench.latent import expansions_of
 from fasa_bench.method import Method, Observation, resolve_budget
+from fasa_bench.model_cache import Cache
 from fasa_bench.sampling import Sampler
 from fasa_bench.segments import Packing
 from fasa_bench.task import Sampling
+from fasa_bench.windows import windows
 
 TOGETHER = 512  # tokens that are scored in one forward pass: logits of a whole vocabulary take room
 
@@ -57,7 +61,7 @@ class Prefilled:
         if self.padding is not None and not method.padding:
             raise UserError.of("method", method.name, "cannot decode prompts of different lengths in one batch")
         cache = self.cache.fork()
-        for layer, tokens in zip(cache.layers, self.budgets(method, budget), strict=True):
+        for layer, tokens in zip(cache.full, self.budgets(method, budget), strict=True):
             layer.budget, layer.packing = tokens, packing or Packing()
         decoder = Decoder(self, cache, method)
         try:
@@ -69,8 +73,8 @@ class Prefilled:
                 twin.release(layer)
 
     def budgets(self, method: Method, budget: int | float | None) -> Sequence[int | None]:
-        """Tokens of each layer; never below what the method needs."""
-        layers = len(self.cache.layers)
+        """Tokens of each layer of full attention; never below what the method needs."""
+        layers = len(self.cache.full)
         tokens, least = resolve_budget(budget, self.tokens), method.smallest_budget()
         if tokens is None:
             return [None] * layers
@@ -129,14 +133,15 @@ class Decoder:
     def compress(self) -> None:
         """Let the method act on the prompt's cache, layer by layer, then quantise what it leaves."""
         with self.state.clock.whole("compress"):
-            for layer in self.cache.layers:
+            for layer in self.cache.full:
                 window, query = self.method.observes().window, layer.prompt_queries
                 if query is not None:  # another method of the group may have asked for more
                     query = query[:, :, -window:] if window else None
                 self.method.prefill(layer, query)
                 layer.prompt_queries = layer.prompt_mass = None  # the prompt's own copy stays
                 layer.pack()
-                layer.read_bytes = layer.moved_bytes = 0  # counted from the first decode step on
+        for layer in self.cache.layers:
+            layer.read_bytes = layer.moved_bytes = 0  # counted from the first decode step on
         self.compress_seconds = self.state.clock.seconds.pop("compress")
         self._note_bytes()
 
@@ -294,12 +299,16 @@ class Session:
         # transformers renamed the argument in 5.2x
         names = inspect.signature(inspect.unwrap(network.forward)).parameters
         self.cache_argument = "cache" if "cache" in names else "past_key_values"
+        self.hooked = family_of(network.config) is not None
+        self._keeps = "logits_to_keep" in names  # BLOOM and MPT do not before 5.x
+        self._slopes = slopes_of(network)
+        self._expansions = expansions_of(network)
         self._stack = contextlib.ExitStack()
         keep_freed_memory()
 
     def __enter__(self) -> Session:
         self._stack.enter_context(torch.inference_mode())
-        self._stack.enter_context(installed(self.network))
+        self._stack.enter_context(hooked(self.network) if self.hooked else installed(self.network))
         return self
 
     def __exit__(
@@ -327,24 +336,36 @@ class Session:
         else:
             padding = padding.to(self.device)
             positions = (padding.long().cumsum(1) - 1).clamp(min=0)
-        cache = Cache(self.network.config.get_text_config().num_hidden_layers)
+        sizes = enumerate(windows(self.network.config))
+        layers = [KVLayer(index, window, self._expansions.get(index), self._slopes) for index, window in sizes]
+        cache = Cache(layers, self.hooked)
         clock = Clock.on(self.device)
         observe = observe or Observation()
         state = Reading(cache, None, self.backend, observe=observe, reserve=reserve, clock=clock)
         with clock.whole("prefill"), reading(state):
             logits = self.forward(ids, positions, cache, padding)[:, -1]
+        if any(layer.seen != ids.shape[1] for layer in cache.layers):
+            name = type(self.network).__name__
+            raise UserError(f"{name} is not supported: some layers do not go through transformers' attention interface")
         return Prefilled(self, cache, logits, positions[:, -1:] + 1, padding, clock.seconds["prefill"])
+
+    def arguments(self, positions: Tensor, padding: Tensor | None, keep: int) -> dict[str, Any]:
+        """What of these the network's forward pass takes; the attention of a hooked one is asked in vain."""
+        if self.hooked:
+            return {"logits_to_keep": keep} if self._keeps else {}
+        return {"position_ids": positions, "attention_mask": padding, "logits_to_keep": keep}
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, cache: Cache, padding: Tensor | None, keep: int = 1
     ) -> Tensor:
         """Logits [b, keep, vocabulary] after the last tokens. Positions are always passed: they are the true ones."""
+        if self.hooked:
+            padded = padding is not None and not padding.all()
+            cache.arriving = positions, padding if padded else None
         output = self.network(
             input_ids=token_ids,
-            position_ids=positions,
-            attention_mask=padding,
             use_cache=True,
-            logits_to_keep=keep,
+            **self.arguments(positions, padding, keep),
             **{self.cache_argument: cache},
         )
         logits = output.logits[:, -keep:]

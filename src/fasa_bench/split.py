@@ -1,7 +1,7 @@
 """Rows whose leading key dimensions lie apart from the rest, so that scoring all tokens reads no more than those.
 
 The dimensions of each KV head are permuted, which needs no memory and is never undone for attention: a query permuted
-in the same way gives the same products. Shapes as in fasa_bench.cache; r leading dimensions.
+in the same way gives the same products. Shapes as in fasa_bench.cache; r leading dimensions, v of a value.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fasa_bench.lead import Lead, make_lead
+from fasa_bench.lead import BLOCKS, Layout, Lead, make_lead
 from fasa_bench.quantised import pick
 from fasa_bench.segments import BLOCK, product
 from fasa_bench.tail import CHUNK, HostTail, TailRows
@@ -22,13 +22,13 @@ from fasa_bench.tail import CHUNK, HostTail, TailRows
 class Split:
     """order [H, d]: the dimensions of each KV head in the order they are stored. lead: the first so many are r.
 
-    blocks: the leading dimensions lie as a CPU reads them best, not as the kernels expect them (fasa_bench.lead).
+    layout: of the leading dimensions, as who reads them expects it.
     offload: all else that a token has lies in the host's memory (fasa_bench.tail).
     """
 
     order: Tensor
     lead: int
-    blocks: bool = True
+    layout: Layout = BLOCKS
     offload: bool = False
 
     def apply(self, rows: Tensor) -> Tensor:
@@ -54,14 +54,16 @@ class Split:
 class SplitBuffer:
     """Storage for `capacity` tokens, of which somebody wrote the first `used`."""
 
-    def __init__(self, split: Split, like: Tensor, position_heads: int, tokens: int) -> None:
+    def __init__(self, split: Split, like: Tensor, position_heads: int, tokens: int, value_dim: int) -> None:
         """Room for so many tokens at least, for the batch and heads of `like` [b, H, ...], of its type and device."""
         batch, self.heads = like.shape[:2]
         heads, dim = self.heads, split.order.shape[1]
         self.capacity = -(-tokens // BLOCK) * BLOCK
-        self.lead: Lead = make_lead(batch, heads, self.capacity, split.lead, like, split.blocks)
+        self.lead: Lead = make_lead(batch, heads, self.capacity, split.lead, like, split.layout.block)
         make_tail = HostTail if split.offload else TailRows
-        self.tail: HostTail | TailRows = make_tail(batch, heads, self.capacity, 2 * dim - split.lead, dim, like)
+        self.tail: HostTail | TailRows = make_tail(
+            batch, heads, self.capacity, dim - split.lead + value_dim, value_dim, like
+        )
         shape = (batch, position_heads, self.capacity)
         self.positions = torch.zeros(shape, dtype=torch.long, device=like.device)
         self.used = 0
@@ -69,6 +71,10 @@ class SplitBuffer:
     def write(self, split: Split, start: int, keys: Tensor, values: Tensor, positions: Tensor) -> None:
         self.used = start + keys.shape[2]
         self.positions[:, :, start : self.used] = positions
+        if keys.shape[2] == 1 and split.layout.append and not split.offload:
+            token = keys[:, :, 0], values[:, :, 0]
+            split.layout.append(*token, split.order, self.lead.storage, self.tail.storage, start)
+            return
         for first in range(0, keys.shape[2], CHUNK):
             now = slice(first, first + CHUNK)
             lead, rest = split.parts(keys[:, :, now])
@@ -78,7 +84,7 @@ class SplitBuffer:
     def grown(self, split: Split, tokens: int, spare: int) -> SplitBuffer:
         """A copy of the first tokens with more room."""
         lead = self.lead.rows(tokens)
-        other = SplitBuffer(split, lead, self.positions.shape[1], tokens + spare)
+        other = SplitBuffer(split, lead, self.positions.shape[1], tokens + spare, self.tail.dim)
         other.used = tokens
         other.lead.write(0, lead)
         other.tail.take_over(self.tail, tokens)
@@ -94,7 +100,7 @@ class SplitRows:
 
     @classmethod
     def of(cls, split: Split, keys: Tensor, values: Tensor, positions: Tensor, spare: int) -> SplitRows:
-        buffer = SplitBuffer(split, keys, positions.shape[1], keys.shape[2] + spare)
+        buffer = SplitBuffer(split, keys, positions.shape[1], keys.shape[2] + spare, values.shape[3])
         buffer.write(split, 0, keys, values, positions)
         return cls(split, buffer, keys.shape[2])
 
@@ -127,20 +133,28 @@ class SplitRows:
     @property
     def storage(self) -> tuple[Tensor, Tensor, Tensor]:
         """For kernels: leading and other key dimensions and values of the whole capacity, [b, H, capacity, ...]."""
-        dim, tail = self.split.order.shape[1], self.buffer.tail.storage
+        dim, tail = self.value_dim, self.buffer.tail.storage
         return self.buffer.lead.storage, tail[..., :-dim], tail[..., -dim:]
 
     @property
+    def value_dim(self) -> int:
+        return self.buffer.tail.dim
+
+    @property
     def lead_bytes(self) -> int:
-        return self.batch * self.heads * self.tokens * self.split.lead * self.buffer.tail.storage.itemsize
+        return self._bytes(self.split.lead)
 
     @property
     def key_bytes(self) -> int:
-        return self.value_bytes
+        return self._bytes(self.split.order.shape[1])
 
     @property
     def value_bytes(self) -> int:
-        return self.batch * self.heads * self.tokens * self.split.order.shape[1] * self.buffer.tail.storage.itemsize
+        return self._bytes(self.value_dim)
+
+    def _bytes(self, width: int) -> int:
+        """Of so many numbers of each token."""
+        return self.batch * self.heads * self.tokens * width * self.buffer.tail.storage.itemsize
 
     @property
     def keys(self) -> Tensor:
@@ -172,9 +186,8 @@ class SplitRows:
         return (lead,) if self.split.offload else (lead, pick(self.buffer.tail.storage, slots))
 
     def parts_of(self, tail: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows of the tail [..., d - r + d]: the other key dimensions, and the values."""
-        dim = self.split.order.shape[1]
-        return tail[..., :-dim], tail[..., -dim:]
+        """Rows of the tail [..., d - r + v]: the other key dimensions, and the values."""
+        return tail[..., : -self.value_dim], tail[..., -self.value_dim :]
 
     def lead_dot(self, query: Tensor) -> Tensor:
         """Products over the leading dimensions: [b, Hq, q, r] -> [B, b, Hq, q, C]; the first `tokens` count."""

@@ -383,7 +383,7 @@ def _scan(
         elif is_whole and "error" in row:
             dropped.append(f"example {key!r} failed before ({row['error']}); it runs again")
         elif is_whole and not is_whole(row):
-            dropped.append(f"line {number} ({key}) lacks parts of a row, or its files; dropped, its example runs again")
+            dropped.append(f"line {number} ({key}) lacks parts of a row; dropped, its example runs again")
         elif key in seen:
             dropped.append(f"line {number} repeats the id {key!r}; dropped, the first one counts")
         else:

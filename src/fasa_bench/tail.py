@@ -1,6 +1,7 @@
 """What a split cache stores besides the leading key dimensions: the other ones of a token and its value, in one row.
 
-They lie together because they are fetched together. Shapes as in fasa_bench.cache; w = d - r + d numbers a row.
+They lie together because they are fetched together. Shapes as in fasa_bench.cache; w = d - r + v numbers a row, v of
+them a value (usually d).
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ CHUNK = 4096  # tokens that go to the host at a time, so that the device never h
 
 class Tail(Protocol):
     storage: Tensor
+    dim: int  # v
 
     def write(self, start: int, rest: Tensor, values: Tensor) -> None:
-        """Put rows [b, H, m, d - r] and [b, H, m, d] at tokens start, start + 1, ..."""
+        """Put rows [b, H, m, d - r] and [b, H, m, v] at tokens start, start + 1, ..."""
         ...
 
     def take_over(self, other: Tail, tokens: int) -> None:
@@ -31,7 +33,7 @@ class Tail(Protocol):
         ...
 
     def values(self, tokens: int) -> Tensor:
-        """[b, H, tokens, d] on the layer's device."""
+        """[b, H, tokens, v] on the layer's device."""
         ...
 
 

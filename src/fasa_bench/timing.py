@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
+from fasa_bench.attention import Dense, dense, faster_dense
 from fasa_bench.clock import Clock
 from fasa_bench.filling import filled
 from fasa_bench.method import Method, Observation
@@ -42,9 +43,11 @@ def begin(session: Session, prompt_ids: Sequence[int], timing: Timing, observe: 
     ids = torch.tensor(prompt_ids).expand(timing.batch, -1)
     with _refusing():
         one = session.prefill(ids[:, :16])  # the pass's warm-up as well
-        token = sum(layer.keys[:, :, 0].nbytes + layer.values[:, :, 0].nbytes for layer in one.cache.layers)
+        token = sum(layer.keys[:, :, 0].nbytes + layer.values[:, :, 0].nbytes for layer in one.cache.full)
+        # the prompt's; of those that append all but one, which goes on in the prompt's; transformers'
+        faster = faster_dense(one.cache.full[0].keys) is not None
+        copies = 2 + (timing.baseline and faster) + timing.plain
         del one
-        copies = 2 + timing.plain  # the prompt's, the method's or full KV's where both append, transformers'
         _check_room(session, int(SPARE * copies * token * (timing.context + reserve)))
         if timing.fill == "prefill":
             return session.prefill(ids, observe=observe, reserve=reserve)
@@ -93,16 +96,19 @@ class Stepping:
 def measure(decoder: Decoder, timing: Timing) -> dict[str, Any]:
     """Time a method's decoder, and in turns with it those that `timing` asks for; raises DoesNotFitError.
 
-    Returns, in JSON types, for each of "method", "full", "plain": step_ms, as they were taken, `block` to a turn. For
-    the first two: stages_ms of one step, medians (their names are the clock's, MODULES and GLUE); read_bytes of the
-    last step; device_bytes and host_bytes of the cache. And weight_bytes that a step reads; bandwidth, bytes/s of this
-    device (fasa_bench.roofline).
+    Returns, in JSON types, for each of "method", "full", "sdpa" (as "full", by PyTorch, where that has another way),
+    "plain": step_ms, as they were taken, `block` to a turn. For all but the last: stages_ms of one step, medians (their
+    names are the clock's, MODULES and GLUE); read_bytes of the last step; device_bytes and host_bytes of the cache.
+    And weight_bytes that a step reads; bandwidth, bytes/s of this device (fasa_bench.roofline).
     """
     session = decoder.session
     with _refusing(), contextlib.ExitStack() as stack:
         taking: dict[str, Stepping | Plain] = {"method": Stepping(decoder)}
         if timing.baseline:
-            taking["full"] = Stepping(stack.enter_context(decoder.prefilled.fork(Method("fkv"), None)))
+            for name, way in _full_kv(decoder.prefilled).items():
+                full = stack.enter_context(decoder.prefilled.fork(Method("fkv"), None))
+                full.state.dense = way
+                taking[name] = Stepping(full)
         if timing.plain:
             taking["plain"] = Plain(decoder.prefilled)
         step_ms = take_turns(taking, decoder.logits.shape[-1], timing)
@@ -112,6 +118,12 @@ def measure(decoder: Decoder, timing: Timing) -> dict[str, Any]:
         taking.clear()
     rates = {name: round(rate) for name, rate in bandwidth(session.device).items()}
     return {**found, "weight_bytes": _weight_bytes(session.network), "bandwidth": rates}
+
+
+def _full_kv(prefilled: Prefilled) -> dict[str, Dense]:
+    """Dense attention of those that read everything: the fastest, and beside it PyTorch's where that is another."""
+    faster = faster_dense(prefilled.cache.layers[0].keys)
+    return {"full": dense} if faster is None else {"full": faster, "sdpa": dense}
 
 
 def _random_tokens(vocabulary: int, timing: Timing) -> Iterator[Tensor]:

@@ -141,10 +141,10 @@ def _is_full(row: Any) -> bool:
 def _panel(ax: Axes, grid: Grid, told: Sequence[Told], exhibit: Exhibit, series: Series) -> list[dict[str, Any]]:
     """Draw one panel; returns its part of the record."""
     title = grid.title
-    ratio = _is_ratio(grid)
+    scaled = _is_scaled(grid)
     budgets = _places(grid)
     extra = [at for at in (ALL, UNKNOWN) if any(each.at == at for each in told)]
-    places = {at: _beyond(budgets, 1 + place, ratio) for place, at in enumerate(extra)}
+    places = {at: _beyond(budgets, 1 + place, scaled) for place, at in enumerate(extra)}
     points: list[dict[str, Any]] = []
     curves = [name for name in series.names if not _is_full(name)]
     for row in grid.rows:
@@ -162,12 +162,12 @@ def _panel(ax: Axes, grid: Grid, told: Sequence[Told], exhibit: Exhibit, series:
             _full(ax, found, style)
         else:
             shift = curves.index(series.of[row]) - (len(curves) - 1) / 2
-            _curve(ax, [(_shifted(at, shift, budgets, ratio), cell) for at, cell in found], style)
+            _curve(ax, [(_shifted(at, shift, budgets, scaled), cell) for at, cell in found], style)
     for each in told:
         at: Any = places.get(str(each.at), each.at)
         if each.at == ALL:
             at = _shifted(
-                at, 5 * (sorted({one.row for one in told if one.at == ALL}).index(each.row) - 1), budgets, ratio
+                at, 5 * (sorted({one.row for one in told if one.at == ALL}).index(each.row) - 1), budgets, scaled
             )
         _their_point(ax, each, at, series.look(each.row))
         about = {"panel": title, "series": exhibit.label(each.row), "x": each.at, "paper": of_paper(each.value)}
@@ -269,9 +269,11 @@ def _axes(ax: Axes, grid: Grid, budgets: Sequence[float], places: dict[str, floa
     ends = [*budgets, *places.values()]
     if _is_named(grid):
         ax.set_xlim(-0.5, len(budgets) - 0.5)
-        ax.set_xticks(budgets, [str(column) for column in grid.columns])
+        ax.set_xticks(
+            budgets, [str(column) for column in grid.columns], rotation=30, ha="right", rotation_mode="anchor"
+        )
         return
-    if ratio:
+    if not _is_scaled(grid):
         step = (max(budgets) - min(budgets)) / 12
         ax.set_xlim(min(ends) - step, max(ends) + step)
     else:
@@ -283,7 +285,8 @@ def _axes(ax: Axes, grid: Grid, budgets: Sequence[float], places: dict[str, floa
     ax.xaxis.set_minor_locator(NullLocator())
     ax.set_xticks([*shown, *places.values()], [*labels, *places])
     if places:
-        edge = (max(budgets) + min(places.values())) / 2 if ratio else math.sqrt(max(budgets) * min(places.values()))
+        left, right = max(budgets), min(places.values())
+        edge = math.sqrt(left * right) if _is_scaled(grid) else (left + right) / 2
         ax.axvline(edge, color="#bbbbbb", linewidth=0.5)
 
 
@@ -315,7 +318,10 @@ def _range(ax: Axes, grid: Grid, told: Sequence[Told], place: Place | None) -> N
             low, high = (low, low + SPAN) if low >= 0 else (-0.05 * SPAN, SPAN)
         ax.set_ylim(low, high + 0.16 * (high - low))  # room for what is said at the top
     ax.yaxis.set_major_locator(MaxNLocator(5))
-    if not grid.is_empty or place is None:
+    if not grid.is_empty:
+        return
+    if place is None:
+        ax.set_yticks([])
         return
     wanted = {"model": grid.keys.get("model"), "dataset": _data(grid)}
     ticks = next(
@@ -393,6 +399,11 @@ def _is_ratio(grid: Grid) -> bool:
     return all(isinstance(column, float) for column in grid.columns)
 
 
+def _is_scaled(grid: Grid) -> bool:
+    """Whether columns are budgets in tokens, each a multiple of the one before."""
+    return grid.column_key == "budget" and not _is_ratio(grid)
+
+
 def _is_named(grid: Grid) -> bool:
     """Whether columns are names, which stand side by side, and no numbers."""
     return any(isinstance(column, str) for column in grid.columns)
@@ -403,14 +414,14 @@ def _places(grid: Grid) -> list[float]:
     return [float(place if _is_named(grid) else column) for place, column in enumerate(grid.columns)]
 
 
-def _beyond(budgets: Sequence[float], steps: int, ratio: bool) -> float:
-    if ratio:
+def _beyond(budgets: Sequence[float], steps: int, scaled: bool) -> float:
+    if not scaled:
         return max(budgets) + steps * (max(budgets) - min(budgets)) / 5
     return max(budgets) * 2.0 ** (0.9 * steps)
 
 
-def _shifted(at: float, places: float, budgets: Sequence[float], ratio: bool) -> float:
+def _shifted(at: float, places: float, budgets: Sequence[float], scaled: bool) -> float:
     """So that intervals at one budget stand side by side."""
-    if ratio or min(budgets) <= 0:  # shares, or names
+    if not scaled:
         return at + places * (max(budgets) - min(budgets)) / 120
     return at * 2.0 ** (0.06 * places)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from fasa_bench.store import Run
 LONGEST = 4000  # characters of a text that is shown; the run folder has it whole
 GROUPS = ("dataset", "group", "document", "subject")  # fields that say which part of its task an example is of
 REFERENCES = ("answers", "answer")
+HALF = re.compile("[\ud800-\udfff]")  # of a pair that makes up one character
 
 
 def script(run: Run) -> str:
@@ -63,4 +65,13 @@ def _short(text: str | None) -> str | None:
 
 def _js(value: Any) -> str:
     """JSON in ASCII, safe within a script element too."""
-    return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
+    return json.dumps(_whole(value), separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _whole(value: Any) -> Any:
+    """The same with half characters shown as the sign for what is unreadable; browsers may fall over them."""
+    if isinstance(value, str):
+        return HALF.sub("\ufffd", value)
+    if isinstance(value, Mapping):
+        return {key: _whole(item) for key, item in value.items()}
+    return [_whole(item) for item in value] if isinstance(value, list) else value

@@ -18,6 +18,7 @@ VERDICTS = {
     "differs": "differs",
     "unclear": "no interval",
     "ours": "ours only",
+    "other": "another model",
     "missing": NOT_RUN,
     "none": "no number",
 }
@@ -123,7 +124,7 @@ def _all(grid: Grid) -> list[tuple[Any, Any]]:
 
 
 def _grid(exhibit: Exhibit, grid: Grid) -> GridView:
-    title = grid.title or exhibit.title
+    title = grid.title or "all models"
     digits = max((_decimals(cell.paper) for cell in grid.cells.values()), default=0)
     lines = []
     for row in grid.rows:
@@ -168,7 +169,7 @@ def _cell(exhibit: Exhibit, grid: Grid, title: str, row: Any, column: Any, digit
         gap_sort=gap,
         interval="" if cell.low is None or cell.high is None else f"{number(cell.low, 3)} to {number(cell.high, 3)}",
         n="" if cell.n is None else f"{cell.n:,}",
-        verdict=_verdict(cell),
+        verdict=_verdict(cell, grid.profile),
         to_full=difference(full) if full and full["difference"] is not None else "",
         to_full_sort=full["difference"] if full else None,
         runs=cell.runs,
@@ -176,9 +177,11 @@ def _cell(exhibit: Exhibit, grid: Grid, title: str, row: Any, column: Any, digit
     )
 
 
-def _verdict(cell: Cell) -> str:
+def _verdict(cell: Cell, profile: str) -> str:
     if cell.value is None:
         return "none" if cell.state == "not given" else "missing"
+    if cell.verdict and profile == "mini":  # the paper does not say of which model its number is; not of this one
+        return "other"
     return cell.verdict or "ours"
 
 

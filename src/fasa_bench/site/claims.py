@@ -55,7 +55,13 @@ class ClaimView:
     def _sentence(self, found: Found) -> str:
         unfinished = ", from runs that are not finished" if found.partial else ""
         small = " (a far smaller model than the paper's)" if found.profile == "mini" else ""
-        return f"{found.name}{small}: {judge(found, self.how, self.claim.value)}{unfinished}."
+        own = self.claim.where.get("model")
+        other = found.profile == "mini" or (own is not None and found.model != own)
+        if self.how == "=" and other:  # a number of one model, and not what holds for all
+            verdict = "measured, but the claim's number is another model's"
+        else:
+            verdict = judge(found, self.how, self.claim.value)
+        return f"{found.name}{small}: {verdict}{unfinished}."
 
 
 def judge(found: Found, how: str, claimed: float) -> str:

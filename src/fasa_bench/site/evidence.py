@@ -27,6 +27,7 @@ class Found:
     high: float | None = None
     runs: tuple[str, ...] = ()
     partial: bool = False
+    model: str | None = None
 
     def text(self, unit: str) -> str:
         interval = "" if self.low is None or self.high is None else f" [{number(self.low, 3)}, {number(self.high, 3)}]"
@@ -146,7 +147,9 @@ def _speedup(evidence: Evidence) -> Iterator[Found]:
             name = f"{run.name('model')}, {run.name('method')}, {machine(run)}"
             profile = "mini" if run.name("model") == "smollm2_135m" else "paper"
             bounds = entry.get("ci_low"), entry.get("ci_high")
-            yield Found(name, profile, entry["value"], *bounds, (run.folder.name,), run.status != "complete")
+            yield Found(
+                name, profile, entry["value"], *bounds, (run.folder.name,), run.status != "complete", run.name("model")
+            )
 
 
 OURS: Mapping[str, Callable[[Evidence], Iterator[Found]]] = {
@@ -169,7 +172,9 @@ def _title(exhibit: Exhibit, grid: Grid) -> str:
 
 def _one(name: str, grid: Grid, cell: Cell) -> Iterator[Found]:
     if cell.value is not None:
-        yield Found(name, grid.profile, cell.value, cell.low, cell.high, cell.runs, cell.state == "partial")
+        yield Found(
+            name, grid.profile, cell.value, cell.low, cell.high, cell.runs, cell.state == "partial", _model(grid)
+        )
 
 
 def _paired(exhibit: Exhibit, grid: Grid, cell: Cell, number_of: Callable[[float], float]) -> Found:
@@ -177,7 +182,9 @@ def _paired(exhibit: Exhibit, grid: Grid, cell: Cell, number_of: Callable[[float
     pair = cell.difference or {}
     value, *bounds = (None if pair[key] is None else number_of(float(pair[key] or 0)) for key in PAIR)
     low, high = sorted(bound for bound in bounds if bound is not None) if None not in bounds else (None, None)
-    return Found(_title(exhibit, grid), grid.profile, value or 0.0, low, high, cell.runs, cell.state == "partial")
+    return Found(
+        _title(exhibit, grid), grid.profile, value or 0.0, low, high, cell.runs, cell.state == "partial", _model(grid)
+    )
 
 
 PAIR = ("difference", "ci_low", "ci_high")
@@ -185,4 +192,9 @@ PAIR = ("difference", "ci_low", "ci_high")
 
 def _without_interval(name: str, grid: Grid, value: float, cells: Sequence[Cell]) -> Found:
     runs = tuple(dict.fromkeys(run for cell in cells for run in cell.runs))
-    return Found(name, grid.profile, value, runs=runs, partial=any(cell.state == "partial" for cell in cells))
+    unfinished = any(cell.state == "partial" for cell in cells)
+    return Found(name, grid.profile, value, runs=runs, partial=unfinished, model=_model(grid))
+
+
+def _model(grid: Grid) -> str | None:
+    return grid.keys.get("model")

@@ -120,14 +120,14 @@ def machines(runs: Sequence[Run]) -> list[Machine]:
     found = []
     for _, same in sorted(by_env.items(), key=lambda item: (-len(item[1]), item[0])):
         env = same[0].env
-        facts = [("machine", machine(same[0]) if env else "not stored")]
-        facts += [(key, _fact(value)) for key, value in flatten({**env, "packages": {}, "git": {}}).items() if value]
+        facts = [(key, _fact(value)) for key, value in flatten({**env, "packages": {}, "git": {}}).items() if value]
         facts += [(name, str(version)) for name, version in (env.get("packages") or {}).items() if version]
         git = env.get("git") or {}
         if git.get("commit"):
             facts.append(("source", git["commit"] + (" with changes" if git.get("dirty") else "")))
         facts = [(key, value) for key, value in facts if key != "earlier"]
-        found.append(Machine(facts[0][1], tuple(facts), tuple(run.folder.name for run in same)))
+        title = machine(same[0]) if env else "not stored"
+        found.append(Machine(title, tuple(facts), tuple(run.folder.name for run in same)))
     return found
 
 

@@ -5,7 +5,7 @@
   const section = document.querySelector(".plot"), filters = document.querySelector("form[data-filters=runs]");
   if (!section || !filters) return;
   const form = section.querySelector("form"), drawing = section.querySelector(".drawing");
-  const SVG = "http://www.w3.org/2000/svg", SHAPES = ["circle", "square", "diamond", "triangle", "cross"];
+  const SVG = "http://www.w3.org/2000/svg", SHAPES = ["circle", "square", "diamond", "triangle", "cross", "tip"];
   const methods = [...new Set(report.points.map(point => point.method))].sort();
   const look = method => { const place = methods.indexOf(method); return { colour: `var(--series-${place % 8})`, shape: SHAPES[place % SHAPES.length] }; };
   const make = (name, attributes = {}, text) => {
@@ -36,6 +36,7 @@
       square: `M${x - r} ${y - r}h${2 * r}v${2 * r}h${-2 * r}z`,
       diamond: `M${x} ${y - 1.4 * r}L${x + 1.4 * r} ${y}L${x} ${y + 1.4 * r}L${x - 1.4 * r} ${y}z`,
       triangle: `M${x} ${y - 1.3 * r}L${x + 1.3 * r} ${y + r}L${x - 1.3 * r} ${y + r}z`,
+      tip: `M${x} ${y + 1.3 * r}L${x + 1.3 * r} ${y - r}L${x - 1.3 * r} ${y - r}z`,
       cross: `M${x - r} ${y - r}L${x + r} ${y + r}M${x + r} ${y - r}L${x - r} ${y + r}`,
     }[shape];
     return make("path", { d: path });
