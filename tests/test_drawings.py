@@ -332,7 +332,7 @@ def test_the_listing_runs(network: LlamaForCausalLM, prompt: list[int]) -> None:
             exec(compile(text, "listing", "exec"), names[path])
     methods = {"select": names["method"]["select"], "scores": names["fasa"]["scores"]}
     Listed = type("Listed", (FasaC,), methods)
-    expected, listed = FasaC("fasa_c", n_tip=3), Listed("fasa_c", n_tip=3)
+    expected, listed = (kind("fasa_c", n_tip=3, backend="torch") for kind in (FasaC, Listed))
     for one in (expected, listed):
         one.prepare(model, FakeCalibration())  # type: ignore[arg-type]
     wanted, _ = decode(network, expected, 8, prompt, 33)
