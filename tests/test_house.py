@@ -133,7 +133,8 @@ def test_every_command_of_the_readme_runs(line: str, workshop: Path) -> None:
         words[1] = str(ROOT / "run.py")
         words = [word for word in words if not word.startswith("model=")]
         words += ["model=tiny", "logger=none", "calibration.prefill=128", "calibration.decode=4", "calibration.k=32"]
-        if "task=longbench" in words:
+        experiment = any(word.startswith("+experiment=") for word in words)
+        if "task=longbench" in words or experiment:
             words += [
                 f"task.data_dir={workshop}",
                 f"task.prompts_file={workshop}/prompts.json",
@@ -143,7 +144,7 @@ def test_every_command_of_the_readme_runs(line: str, workshop: Path) -> None:
             words += [f"task.data_file={workshop}/problems.jsonl", "task.max_new_tokens=4"]
         if not any(word.startswith("limit=") for word in words):
             words.append("limit=1")
-        if not any(word.startswith("task=") for word in words):
+        if not experiment and not any(word.startswith("task=") for word in words):
             words += ["task.context=300", "task.decode=8", "task.code_tokens=4"]
     done = subprocess.run(words, cwd=workshop, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
