@@ -36,7 +36,8 @@ def method_named(name: str, **changes: Any) -> Method:
 def prepare_at_random(method: Method, layers: int, query_heads: int, kv_heads: int, head_dim: int) -> Method:
     """In place of a calibration, random contextual agreement: which chunks are dominant does not change the time."""
     half = head_dim // 2
-    rope = Rope("half", [(i, i + half) for i in range(half)], [], torch.ones(half), head_dim)
+    pairs = [(i, i + half) for i in range(half)]
+    rope = Rope("half", pairs, [], torch.ones(half), head_dim, layers=tuple(range(layers)))
     config = SimpleNamespace(num_key_value_heads=kv_heads, num_attention_heads=query_heads, num_hidden_layers=layers)
     agreement = torch.rand(layers, query_heads, half)
     model, calibration = SimpleNamespace(rope=rope, config=config), SimpleNamespace(agreement=lambda *_: agreement)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from fasa_bench.cache import KVLayer
 from fasa_bench.softmax import biased
 from fasa_bench.split import in_one
+
+
+def kv_heads_of(config: Any) -> int:
+    """KV heads of a layer: as many as query heads where the config of a family knows no other number."""
+    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
 
 
 def dominant_dimensions(agreement: Tensor, units: Tensor, count: int, kv_heads: int, head_dim: int) -> list[Dominant]:

@@ -18,7 +18,7 @@ from fasa_bench.cache import KVLayer
 from fasa_bench.clock import stage
 from fasa_bench.errors import UserError
 from fasa_bench.method import TopTokens, group_softmax, resolve_count
-from fasa_bench.methods.dominant import dominant_dimensions, highest_of_group, mean_of_group
+from fasa_bench.methods.dominant import dominant_dimensions, highest_of_group, kv_heads_of, mean_of_group
 from fasa_bench.methods.fused import Backend, Kernels
 from fasa_bench.near import Prefetch
 from fasa_bench.rope import Pairing
@@ -75,8 +75,7 @@ class FasaC(TopTokens):
                 raise UserError.of(f"method.{key}", count, "must be at least 0")
 
     def prepare(self, model: Model, calibration: Calibration) -> None:
-        units, config = model.rope.units(self.pairing), model.config
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads  # as many in some families
+        units, heads = model.rope.units(self.pairing), kv_heads_of(model.config)
         count = resolve_count("method.n_tip", self.n_tip, len(units))
         agreement = calibration.agreement(model, self.pairing)  # [layers, Hq, chunks]
         if self.fc_granularity == "kv_head":

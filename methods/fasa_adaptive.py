@@ -15,7 +15,7 @@ from torch import Tensor
 from fasa_bench.cache import KVLayer
 from fasa_bench.errors import UserError
 from fasa_bench.method import best_mask, hidden, resolve_count, top_mask
-from fasa_bench.methods.dominant import Dominant, mean_of_group
+from fasa_bench.methods.dominant import Dominant, kv_heads_of, mean_of_group
 from fasa_bench.methods.fasa import FasaC
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class FasaAdaptive(FasaC):
         super().prepare(model, calibration)
         if self.n_tip_rule == "uniform":
             return
-        units, kv_heads = model.rope.units(self.pairing), model.config.num_key_value_heads
+        units, kv_heads = model.rope.units(self.pairing), kv_heads_of(model.config)
         agreement = calibration.agreement(model, self.pairing)
         heads = agreement.shape[1]
         if self.fc_granularity == "kv_head":

@@ -28,6 +28,8 @@ SMALL += ["calibration.prefill=128", "calibration.decode=4", "calibration.k=16"]
 
 
 class FourChunks:
+    layers = ()
+
     @staticmethod
     def units(pairing: str) -> torch.Tensor:
         return torch.arange(DIM).reshape(2, -1).T
@@ -68,7 +70,7 @@ def test_compound_agreement_against_sets() -> None:
     task = CalibrationTask(k=5, budgets=[budget], prefill=46)
     method = method_of("streamingllm", start=2)
     name = "compound_ca/method=streamingllm/budget=12"
-    shadows = {(name, budget): Shadow(method, [budget] * 6)}
+    shadows = {(name, budget): Shadow(method, dict.fromkeys(range(6), budget))}
     recorder = AgreementOf(task, Eight, shadows, Observation())  # type: ignore[arg-type]
     layer = text.prompt(50 - steps, budget)
     layer.budget = None

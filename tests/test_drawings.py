@@ -228,7 +228,7 @@ def test_heat_maps_show_the_layer_at_the_papers_depth(tmp_path: Path) -> None:
     run = calibrated(tmp_path / "run")
     drawing, axes = draw_heatmaps("figure13", [run])
     assert [image(ax) is None for ax in axes] == [True] * 5 + [False] * 5
-    assert texts(axes[0]) == ["not run\npaper: 64 FCs × 40 heads"]
+    assert texts(axes[0]) == ["not run\npaper:\n64 FCs × 40 heads"]
     depths = [round(layer / 47 * 29) for layer in (0, 10, 17, 31, 41)]
     for ax, layer in zip(axes[5:], depths, strict=True):
         assert ax.get_title() == f"{SMALL}\nlayer {layer}, Qasper"
@@ -264,6 +264,24 @@ def test_heat_maps_of_files_that_are_gone_say_so(tmp_path: Path) -> None:
     assert drawing.points == []
     drawing, axes = draw_heatmaps("figure8", [run])
     assert "the embedded model lacks what it needs: ALiBi" in drawing.caption
+
+
+def test_a_model_stands_in_for_one_that_cannot_be_loaded(tmp_path: Path) -> None:
+    (planned,) = EXPERIMENTS["figure8"].plan("paper")
+    (tmp_path / "agreement").mkdir()
+    mean = np.arange(30, dtype=np.float32)[:, None, None] / 100 + np.zeros((30, 32, 128), dtype=np.float32)
+    save_file({"agreement": mean}, tmp_path / "agreement" / "a.safetensors")
+    row = {"id": "a", "fields": {"dataset": "qasper"}, "files": {"agreement/a.safetensors": "x"}}
+    _, axes = draw_heatmaps("figure8", [replace(fake(planned, None, "dominant"), folder=tmp_path, rows=[row])])
+    titles = [ax.get_title() for ax in axes]
+    assert titles == [
+        *("Baichuan-13B\nlayer 8, Qasper", "BLOOMZ-7B1\nlayer 6, Qasper"),
+        *("Baichuan-13B\nlayer 22, Qasper", "BLOOMZ-7B1\nlayer 16, Qasper"),
+    ]
+    shown = axes[1].images[0].get_array()
+    assert shown is not None
+    assert float(shown[0, 0]) == pytest.approx(0.06)
+    assert axes[1].get_xlabel() == "dimension"
 
 
 def test_a_model_of_the_papers_is_shown_at_its_own_layer(tmp_path: Path) -> None:
@@ -314,7 +332,7 @@ def test_the_listing_runs(network: LlamaForCausalLM, prompt: list[int]) -> None:
             exec(compile(text, "listing", "exec"), names[path])
     methods = {"select": names["method"]["select"], "scores": names["fasa"]["scores"]}
     Listed = type("Listed", (FasaC,), methods)
-    expected, listed = FasaC("fasa_c", n_tip=3), Listed("fasa_c", n_tip=3)
+    expected, listed = (kind("fasa_c", n_tip=3, backend="torch") for kind in (FasaC, Listed))
     for one in (expected, listed):
         one.prepare(model, FakeCalibration())  # type: ignore[arg-type]
     wanted, _ = decode(network, expected, 8, prompt, 33)

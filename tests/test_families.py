@@ -13,7 +13,7 @@ from hydra import compose, initialize_config_dir
 from torch import Tensor
 
 from fasa_bench import runner
-from fasa_bench.attention import attend
+from fasa_bench.attention import attend, forward
 from fasa_bench.cache import KVLayer
 from fasa_bench.calibration import Calibration
 from fasa_bench.errors import UserError
@@ -329,6 +329,8 @@ def test_what_is_not_known_is_refused() -> None:
     for found, expected in ((10, None), (None, 10), (10, 11)):
         with pytest.raises(UserError, match=f"the window {expected}, but the layer uses {found}"):
             check_window("Attention", found, expected, 100)
+    with pytest.raises(UserError, match="Linear is not supported: it adds a learned position bias"):
+        forward(torch.nn.Linear(1, 1), *torch.zeros(3, 1, 1, 1, 1), None, position_bias=torch.zeros(1))
     with pytest.raises(UserError, match="no layer has full attention"):
         Rope.of(network("mistral_sliding"))
 

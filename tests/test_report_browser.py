@@ -169,7 +169,7 @@ def test_the_theme_can_be_switched_and_is_kept(visit: Visit) -> None:
 def test_everything_that_can_be_clicked_can_be_reached(visit: Visit) -> None:
     script = """
     all("details").forEach(part => { part.open = true; });
-    const kinds = "a[href], button, select, input, summary, [tabindex='0']";
+    const kinds = "a[href], button:enabled, select:enabled, input, summary, [tabindex='0']";
     const parts = all(kinds).filter(each => each.getClientRects().length);
     const fails = each => { each.focus(); return document.activeElement !== each; };
     return [parts.length, parts.filter(fails).map(each => each.outerHTML.slice(0, 200))];

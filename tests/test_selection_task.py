@@ -42,7 +42,7 @@ def test_a_step_small_enough_to_see() -> None:
     layer.append(keys, keys, torch.arange(6)[None])
     task = SelectionTask(distances=[1, 4], first=1)
     kinds = [KINDS.index(kind) for kind in ("word", "digit", "part", "word", "newline")]  # the last is generated
-    recorder = Selection(task, Shadow(TakesTheSame("same"), [2]), kinds)
+    recorder = Selection(task, Shadow(TakesTheSame("same"), {0: 2}), kinds)
     recorder.decoded(layer, torch.tensor([1.0, 0])[None, None, None], None)
     numbers, file = recorder.found()
     assert (numbers["mass"], numbers["oracle_mass"], numbers["tokens"]) == (pytest.approx(30), pytest.approx(60), 2)

@@ -53,7 +53,7 @@ def test_equals_the_method_decoding_by_itself(name: str, changes: dict[str, obje
     method.prefill(alone, prompt_queries)
     whole = text.prompt(PROMPT, BUDGET)
     whole.budget = None
-    shadow = Shadow(method, [BUDGET] * 6)
+    shadow = Shadow(method, dict.fromkeys(range(6), BUDGET))
     shadow.prefill(whole, text.q[None, :, :PROMPT])
     for token in range(PROMPT, PROMPT + STEPS):
         text.append(whole, token, token + 1)
@@ -80,7 +80,7 @@ def test_what_is_not_chosen_is_not_read() -> None:
     text, method = Text(41), method_of("oracle")
     whole = text.prompt(40, 8)
     whole.scale = DIM**-0.5
-    shadow = Shadow(method, [8] * 6)
+    shadow = Shadow(method, dict.fromkeys(range(6), 8))
     shadow.prefill(whole, None)
     text.append(whole, 40, 41)
     read = shadow.step(whole, text.q[None, :, 40:41])

@@ -36,6 +36,7 @@ def content(
     """The bytes of an artefact. tensors: the one of its `kind`, and others that `load` leaves alone."""
     told = {key: str(value) for key, value in facts.items()}
     told |= {"model": model.name, "fingerprint": model.fingerprint, SETTING[kind]: setting}
+    told["layers"] = " ".join(map(str, model.rope.layers))  # to which the tensor's rows belong
     return save_tensors({name: tensor.contiguous() for name, tensor in tensors.items()}, told)
 
 

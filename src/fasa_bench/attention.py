@@ -21,6 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from fasa_bench.cache import KVLayer
 from fasa_bench.clock import Clock, stage
 from fasa_bench.dense import causal, dense_prompt
+from fasa_bench.errors import UserError
 from fasa_bench.method import Method, Observation
 from fasa_bench.model_cache import Cache
 from fasa_bench.softmax import scaled
@@ -147,12 +148,15 @@ def forward(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """query [b, Hq, q, d], key and value [b, H, q, d] of the new tokens, rotated -> ([b, q, Hq, d], None).
 
     sliding_window, softcap, s_aux: transformers' names of a layer's window, soft cap and sinks [Hq].
     """
+    if position_bias is not None:
+        raise UserError(f"{type(module).__name__} is not supported: it adds a learned position bias to its logits")
     state = current()
     if state is None:
         raise RuntimeError(f"attention '{NAME}' works only inside fasa_bench.attention.reading(...)")

@@ -169,8 +169,8 @@ def _lines(exhibit: Exhibit, grid: Grid, brief: bool = False) -> tuple[list[str]
 
     header = [_corner(grid, turned), ""]
     for place in inner:
-        counts = _count(cell(line, place)[2] for line in outer if line not in grid.units)
-        header.append(_label(exhibit, grid, place) + counts)
+        alike = (cell(line, place)[2] for line in outer if line not in grid.units)
+        header.append(_label(exhibit, grid, place) + _count(alike))
     groups = []
     for line in outer:
         found = [cell(line, place) for place in inner]

@@ -168,6 +168,8 @@ LABELS = {
     "r1_qwen_32b": "R1-Qwen-32B",
     "deepseek_v2_lite": "DeepSeek-V2-Lite",
     "baichuan_13b": "Baichuan-13B",
+    "bloomz_7b1": "BLOOMZ-7B1",
+    "mpt_7b_chat": "MPT-7B-Chat",
     "math500": "MATH500",
     "aime24": "AIME24",
     "pg19": "PG19",

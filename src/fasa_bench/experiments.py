@@ -216,7 +216,8 @@ def _product(entry: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     entry = {**DEFAULTS, **entry}
     choices = [value if isinstance(value, list) else [value] for value in entry.values()]
     for values in itertools.product(*choices):
-        yield {key: _frozen(value) for key, value in zip(entry, values, strict=True)}
+        settings = {key: _frozen(value) for key, value in zip(entry, values, strict=True)}
+        yield {key: value for key, value in settings.items() if (key, value) != ("limit", None)}
 
 
 def _frozen(value: Any) -> Any:

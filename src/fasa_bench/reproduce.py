@@ -58,10 +58,15 @@ def configs(
     return [
         (
             f"{one.experiment}: {' '.join(one.overrides)}",
-            composed([*one.overrides, *data_overrides(one, data), *common]),
+            composed([*one.overrides, *text_overrides(one), *data_overrides(one, data), *common]),
         )
         for one in planned
     ]
+
+
+def text_overrides(planned: Planned) -> list[str]:
+    """No texts of data sets in results that may be published; the embedded task's are Python's own."""
+    return [] if planned.given["task"] == "stdlib" else ["store_text=false"]
 
 
 def data_overrides(planned: Planned, data: Path | None) -> list[str]:
@@ -73,10 +78,10 @@ def data_overrides(planned: Planned, data: Path | None) -> list[str]:
         corpus = planned.given.get("task.corpus", "")
         path = data / pattern.replace("{task.corpus}", CORPUS_FOLDERS.get(corpus, corpus))
         if path.exists() and path != data / "ppl":
-            found.append(f'{key}="{path.resolve()}"')
+            found.append(f'{key}="{path}"')
     if text := planned.given.get("calibration.text"):  # a data set's name
         paths = [data / folder / f"{text}.jsonl" for folder in ("longbench", ".")]
-        found += [f'calibration.text="{path.resolve()}"' for path in paths if path.is_file()][:1]
+        found += [f'calibration.text="{path}"' for path in paths if path.is_file()][:1]
     return found
 
 

@@ -61,8 +61,9 @@ class Prefilled:
         if self.padding is not None and not method.padding:
             raise UserError.of("method", method.name, "cannot decode prompts of different lengths in one batch")
         cache = self.cache.fork()
-        for layer, tokens in zip(cache.full, self.budgets(method, budget), strict=True):
-            layer.budget, layer.packing = tokens, packing or Packing()
+        budgets = self.budgets(method, budget)
+        for layer in cache.full:
+            layer.budget, layer.packing = budgets[layer.index], packing or Packing()
         decoder = Decoder(self, cache, method)
         try:
             decoder.compress()
@@ -72,9 +73,12 @@ class Prefilled:
             for twin, layer in zip(cache.layers, self.cache.layers, strict=True):
                 twin.release(layer)
 
-    def budgets(self, method: Method, budget: int | float | None) -> Sequence[int | None]:
-        """Tokens of each layer of full attention; never below what the method needs."""
-        layers = len(self.cache.full)
+    def budgets(self, method: Method, budget: int | float | None) -> dict[int, int | None]:
+        """Tokens of each layer of full attention, by its index; never below what the method needs."""
+        indices = [layer.index for layer in self.cache.full]
+        return dict(zip(indices, self._spread(method, budget, len(indices)), strict=True))
+
+    def _spread(self, method: Method, budget: int | float | None, layers: int) -> Sequence[int | None]:
         tokens, least = resolve_budget(budget, self.tokens), method.smallest_budget()
         if tokens is None:
             return [None] * layers

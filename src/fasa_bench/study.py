@@ -6,7 +6,7 @@ by the same queries, those of the full-KV model, and none by what its own earlie
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -51,11 +51,11 @@ class Study:
 class Shadow:
     """What a method would read at the steps of a full-KV decode: batch of one, without padding.
 
-    budgets: of each layer. A method that evicts works on a cache of its own, which gets every new token; one that
-    selects looks at the whole cache anew at each step.
+    budgets: of each layer, by its index. A method that evicts works on a cache of its own, which gets every new
+    token; one that selects looks at the whole cache anew at each step.
     """
 
-    def __init__(self, method: Method, budgets: Sequence[int | None]) -> None:
+    def __init__(self, method: Method, budgets: Mapping[int, int | None]) -> None:
         self.method, self.budgets = method, budgets
         self._evicted: dict[int, KVLayer] = {}
         self._state: dict[int, dict[str, Tensor]] = {}

@@ -68,7 +68,7 @@ def draw(exhibit: Exhibit, place: Place | None) -> Drawing:
                 ax.set_title(titles[id(grid)])
                 points += _panel(ax, grid, told[id(grid)], exhibit, series)
                 _range(ax, grid, told[id(grid)], place)
-                if grid is grids[0]:
+                if grid is grids[0] or grid.unit != grids[grids.index(grid) - 1].unit:
                     ax.set_ylabel(_unit(grid))
                 if all(len(below) <= grids.index(grid) for below in lines[index + 1 :]):  # the lowest one
                     ax.set_xlabel(_x_label(grid))
@@ -316,7 +316,8 @@ def _range(ax: Axes, grid: Grid, told: Sequence[Told], place: Place | None) -> N
         low, high = ax.get_ylim()
         if grid.unit == "%" and high - low < SPAN:
             low, high = (low, low + SPAN) if low >= 0 else (-0.05 * SPAN, SPAN)
-        ax.set_ylim(low, high + 0.16 * (high - low))  # room for what is said at the top
+        room = 0.16 if _missing(grid) else 0  # for what is said at the top
+        ax.set_ylim(low, high + room * (high - low))
     ax.yaxis.set_major_locator(MaxNLocator(5))
     if not grid.is_empty:
         return
@@ -336,8 +337,13 @@ def _range(ax: Axes, grid: Grid, told: Sequence[Told], place: Place | None) -> N
         ax.set_yticks([])
 
 
+def _missing(grid: Grid) -> list[Any]:
+    """Rows of which nothing was run."""
+    return [row for row in grid.rows if all(grid.cell(row, column).value is None for column in grid.columns)]
+
+
 def _say_what_is_missing(ax: Axes, grid: Grid, exhibit: Exhibit, told: bool) -> None:
-    missing = [row for row in grid.rows if all(grid.cell(row, column).value is None for column in grid.columns)]
+    missing = _missing(grid)
     if len(missing) == len(grid.rows):
         if not told:
             say_not_run(ax)

@@ -62,19 +62,23 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Panel:
-    """layer: counted from 0. dimensions: single ones that come before the chunks. paper: what its own panel shows."""
+    """layer: counted from 0. dimensions: single ones that come before the chunks. unit: what the x axis counts.
+
+    paper: what its own panel shows, "" for models that it has not.
+    """
 
     model: str
     layer: int
     dataset: str
     colours: tuple[float, float]
     dimensions: int
+    unit: str
     paper: str
     found: Agreement | None
 
 
 def draw(experiment: Experiment, exhibit: Exhibit, place: Place | None, stored: Stored) -> Drawing:
-    """The paper's panels in the first line, those of the embedded model, if it can serve, in the second."""
+    """The paper's panels, and those of models in place of its own, in the first line; the embedded model's below."""
     lines = [list(_panels(experiment, profile, place, stored)) for profile in PROFILES]
     lines = [line for line in lines if line]
     columns = max(map(len, lines))
@@ -111,12 +115,13 @@ def agreements(run: Run) -> Iterator[Agreement]:
 
 def _panels(experiment: Experiment, profile: str, place: Place | None, stored: Stored) -> Iterator[Panel]:
     planned = {one.given["model"]: one for one in experiment.plan(profile)}
+    theirs = {given["model"] for given in place.panels} if place else set()
     for given in place.panels if place else ():
         for layer in given.get("layers") or [given["layer"]]:
             if profile == "paper":
                 yield _panel(given, given["model"], layer, planned.get(given["model"]), stored)
-            else:  # at the same relative depth
-                for model, one in planned.items():
+            for model, one in planned.items():
+                if model not in theirs:  # at the same relative depth
                     yield _panel(given, model, layer, one, stored, depth=layer / (LAYERS[given["model"]] - 1))
 
 
@@ -139,14 +144,15 @@ def _panel(
     units = " + ".join(f"{given[key]} {name}" for key, name in UNITS.items() if key in given)
     theirs = f"{units} × {given['heads']} heads" if depth is None else ""
     dimensions = int(given.get("dimensions", 0)) if "chunks" in given else 0
-    return Panel(model, layer, dataset, (ends[0], ends[-1]), dimensions, theirs, found)
+    unit = "FC" if "dimensions" not in given else "dimension, then FC" if dimensions else "dimension"
+    return Panel(model, layer, dataset, (ends[0], ends[-1]), dimensions, unit, theirs, found)
 
 
 def _draw_panel(ax: Axes, panel: Panel, exhibit: Exhibit, first: bool) -> None:
     where = f"layer {panel.layer}" if panel.found or panel.paper else "same relative depth"
     ax.set_title(f"{exhibit.label(panel.model)}\n{where}, {exhibit.label(panel.dataset)}")
     if panel.found is None:
-        say_not_run(ax, f"{NOT_RUN}\npaper: {panel.paper}" if panel.paper else NOT_RUN)
+        say_not_run(ax, f"{NOT_RUN}\npaper:\n{panel.paper}" if panel.paper else NOT_RUN)
         ax.set_xticks([])
         ax.set_yticks([])
         return
@@ -158,7 +164,7 @@ def _draw_panel(ax: Axes, panel: Panel, exhibit: Exhibit, first: bool) -> None:
         ax.axvline(panel.dimensions - 0.5, color="white", linewidth=0.8)
     ax.set_xticks([0, *range(8, units, 8 if units <= 64 else 32)])
     ax.set_yticks(range(0, heads, 2 if heads <= 12 else 8))
-    ax.set_xlabel("FC" if not panel.dimensions else "dimension, then FC")
+    ax.set_xlabel(panel.unit)
     if first:
         ax.set_ylabel("query head")
     for spine in ax.spines.values():

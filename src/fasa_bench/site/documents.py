@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,11 +15,10 @@ from fasa_bench.paper_checks import Check, update
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 FINDINGS = "reproduction"
-REPLACED = {  # a wide table scrolls by itself, and by keyboard
-    "<table>": '<div class="scroll" tabindex="0" role="region" aria-label="Table"><table>',
+REGION = 'tabindex="0" role="region"'
+REPLACED = {  # an empty heading is none
+    '<th scope="col"></th>': "<td></td>",
     "</table>": "</table></div>",
-    "<th>": '<th scope="col">',
-    "<th style": '<th scope="col" style',
 }
 
 
@@ -47,6 +47,12 @@ def html(text: str, checks: Mapping[str, Check], folder: str = "") -> Markup:
         for child in token.children or ():
             _relink(child, folder)
     rendered: str = parser.renderer.render(tokens, parser.options, {})
+    number = itertools.count(1)
+    # a wide table scrolls by itself, and by keyboard
+    rendered = re.sub(
+        "<table>", lambda _: f'<div class="scroll" {REGION} aria-label="Table {next(number)}"><table>', rendered
+    )
+    rendered = re.sub(r"<th(?= |>)", '<th scope="col"', rendered)
     for old, new in REPLACED.items():
         rendered = rendered.replace(old, new)
     return Markup(rendered)
