@@ -366,7 +366,7 @@ def attend(
         existing = wanted.clamp(min=0) if ragged else wanted
         with stage("gather"):
             chosen = layer.choose(existing)
-        scores = chosen.dot(layer.query_parts(query))
+        scores = chosen.dot(layer.query_parts(query, last=True))
         visible = wanted >= 0 if ragged else None
         if layer.padded or layer.slopes is not None:
             positions = layer.positions_of(existing)

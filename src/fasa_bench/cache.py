@@ -187,17 +187,21 @@ class KVLayer:
         parts = [in_one(segment.lead_dot(query), segment.tokens) for segment in segments]
         return torch.cat(parts, dim=-1)[None]
 
-    def query_parts(self, query: Tensor) -> tuple[Tensor, ...]:
-        """A query [b, Hq, q, d] in the parts in which keys are stored: one, or leading and other dimensions apart."""
+    def query_parts(self, query: Tensor, last: bool = False) -> tuple[Tensor, ...]:
+        """A query [b, Hq, q, d] in the parts in which keys are stored: one, or leading and other dimensions apart.
+
+        last: nobody will ask for it again.
+        """
         if self.expansion is not None:
             return self.expansion.absorb(query)
         if self._split is None:
             return (query,)
         known, self._parts = self._parts, None
-        if known is not None and known[0] is query:  # asked for a second time in the step, and for the last
+        if known is not None and known[0] is query:
             return known[1]
         parts = self._split.parts(query)
-        self._parts = query, parts
+        if not last:
+            self._parts = query, parts
         return parts
 
     def read_split(self, numbers: int) -> SplitRows | None:
@@ -206,7 +210,7 @@ class KVLayer:
 
         Counts as read: the leading dimensions of all tokens, and so many numbers of keys and values of each sequence.
         """
-        if self._frozen or self.padded or not isinstance(self._own, SplitRows):
+        if self._frozen or self.padded or not isinstance(self._own, SplitRows) or self.expansion is not None:
             return None
         if self._own.value_dim != self._own.split.order.shape[1]:
             return None
