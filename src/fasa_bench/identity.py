@@ -75,7 +75,7 @@ def code_fingerprint(*modules: str) -> str:
             continue
         tree = _tree(name)
         sources[name] = ast.unparse(_without_docstrings(tree)) + _compiled(name)
-        waiting += _imports(tree)
+        waiting += _imports(tree, name)
     digest = hashlib.sha256()
     for name in sorted(sources):
         digest.update(f"{name}\n{sources[name]}\n".encode())
@@ -96,13 +96,14 @@ def _compiled(module: str) -> str:
     return "".join(part.read_text(encoding="utf-8") for part in parts)
 
 
-def _imports(tree: ast.Module) -> Iterator[str]:
-    """Modules of this package that are imported anywhere in the tree."""
+def _imports(tree: ast.Module, module: str) -> Iterator[str]:
+    """Modules of this package that are imported anywhere in the tree of a module."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
-            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            source = f"{module.rsplit('.', node.level)[0]}.{node.module}" if node.level else node.module
+            names = [source, *(f"{source}.{alias.name}" for alias in node.names)]
         else:
             continue
         yield from (name for name in names if name.startswith(f"{PACKAGE}.") and _is_module(name))
