@@ -71,6 +71,7 @@ bench: setup  ## speed on this machine's CPU, measured anew: one layer, whole st
 	$(BIN)/python run.py $(TIMED) method=fasa_plus task.plain=true
 	$(BIN)/python run.py $(TIMED) method=fasa_plus method.share=max task.prefill=0 task.steps=16
 	$(BIN)/python run.py $(TIMED) method=fasa_m task.prefill=0 task.steps=16
+	$(BIN)/python run.py $(TIMED) method=fasa_m method.fc_granularity=kv_head method.token_granularity=kv_head task.prefill=0 task.steps=16
 	$(BIN)/python benchmarks/filling.py --out $(BENCH)/filling.json
 	$(BIN)/python -m fasa_bench.report tables --results-dir $(BENCH)
 	$(BIN)/python -m fasa_bench.report figures --results-dir $(BENCH) --only figure3 figure7

@@ -179,32 +179,38 @@ def _run(options: argparse.Namespace) -> int:
 
 
 class Clock:
-    """Says how much time is left: the estimate, corrected by how long the groups took that did not exist already."""
+    """Says how much time is left: the estimate of each task, corrected by how long its groups took so far."""
 
     def __init__(self, planned: Sequence[Planned]) -> None:
-        self._groups = len({group_key(one) for one in planned})
-        self._left = dict.fromkeys(planned, 0.0)
-        self._remaining = total(planned)
-        self._estimated = self._taken = 0.0
-        self._finished = 0
+        groups: dict[str, list[Planned]] = {}
+        for one in planned:
+            groups.setdefault(group_key(one), []).append(one)
+        self._groups, self._finished = len(groups), 0
+        self._left: dict[str, float] = {}  # seconds, by task
+        self._taken: dict[str, tuple[float, float]] = {}  # estimate and truth of what was computed, by task
+        for members in groups.values():
+            task = members[0].given["task"]
+            self._left[task] = self._left.get(task, 0.0) + total(members)
 
     def tell(self, members: Sequence[Planned]) -> None:
-        factor = self._taken / self._estimated if self._estimated else 1.0
         names = ", ".join(dict.fromkeys(one.experiment for one in members))
+        left = 0.0
+        for task, seconds in self._left.items():
+            estimate, truth = self._taken.get(task, (1.0, 1.0))
+            left += seconds * truth / estimate
         log.info(
             "[%d of %d] %s, %d runs for %s; about %.0f min left in all",
-            self._finished + 1, self._groups, members[0].given["task"], len(members), names,
-            self._remaining * factor / 60,
+            self._finished + 1, self._groups, members[0].given["task"], len(members), names, left / 60,
         )  # fmt: skip
         self._started = time.monotonic()
 
     def done(self, members: Sequence[Planned]) -> None:
-        estimate, taken = total(members), time.monotonic() - self._started
-        self._remaining -= estimate
+        task, estimate, taken = members[0].given["task"], total(members), time.monotonic() - self._started
+        self._left[task] -= estimate
         self._finished += 1
         if taken > 0.1 * estimate:  # else most of it was there
-            self._estimated += estimate
-            self._taken += taken
+            before = self._taken.get(task, (0.0, 0.0))
+            self._taken[task] = (before[0] + estimate, before[1] + taken)
 
 
 def _value(override: Override) -> Any:
