@@ -157,6 +157,11 @@ class Place:
     missing: tuple[str, ...]  # what a reproduction would need and the paper does not state
     printed: Mapping[str | int | float, str]  # the paper's own words for names of this project
 
+    @property
+    def name(self) -> str:
+        """ "Table 2", as the paper calls it."""
+        return re.sub(r"(\D+)(\d+)", r"\1 \2", self.id).capitalize()
+
     def find(self, **wanted: Any) -> list[Value]:
         """The values that have all of these, e.g. model="llama31_8b", metric="pass@1", in the paper's order."""
         return [each for each in self.values if all(each.get(key) == value for key, value in wanted.items())]

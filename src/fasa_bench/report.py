@@ -9,7 +9,7 @@ import argparse
 import logging
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -19,9 +19,12 @@ from rich.table import Table
 
 from fasa_bench import exhibit_tables, paper
 from fasa_bench.errors import UserError
-from fasa_bench.exhibits import Stored, build
+from fasa_bench.exhibits import Exhibit, Stored, build
 from fasa_bench.experiments import load_experiments
 from fasa_bench.latency_tables import markdown, timings
+from fasa_bench.paper_checks import Check
+from fasa_bench.site.claims import as_table, claims
+from fasa_bench.site.evidence import Evidence
 from fasa_bench.store import Run, load_run, report_runs, write_whole
 from fasa_bench.tables import (
     Group,
@@ -38,6 +41,7 @@ from fasa_bench.typeset import booktabs, markdown_table
 __all__ = ["main", "print_table", "table", "write_figures", "write_tables"]
 
 PRINTED_METRICS = 3  # more do not fit into 120 columns
+CLAIMS = ("<!-- runs: claims -->", "<!-- end of runs -->")  # around what `update_document` fills in
 WORDS = ("method", "status")  # columns set left
 DETAILS = ["prefill s", "cached tokens", "sparse steps"]  # columns that neither a terminal nor a page has room for
 NOTE = "In brackets: 95 % bootstrap interval over examples. Tokens read: mean per head and decode step."
@@ -92,12 +96,30 @@ def write_tables(results_dir: str | Path, runs: Sequence[Run] | None = None) -> 
         "runs.tex": "\n".join(["% needs \\usepackage{booktabs,graphicx}", *map(_latex, groups)]),
         "runs.csv": numbers(runs).to_csv(index=False, lineterminator="\n"),
     }
-    stored, values, places = Stored(runs), paper.load(), exhibit_tables.places(runs, results_dir)
-    for name, experiment in load_experiments().items():
-        exhibit = build(experiment, values.get(name), stored)
+    places = exhibit_tables.places(runs, results_dir)
+    exhibits = _exhibits(runs)
+    for exhibit in exhibits.values():
         if exhibit.kind == "table":
             files |= exhibit_tables.files(exhibit, places)
+    files["claims.md"] = _claims(exhibits, runs).markdown() + "\n"
     return [_write(Path(results_dir) / "tables" / name, text.encode()) for name, text in files.items()]
+
+
+def update_document(path: Path, results_dir: str | Path) -> None:
+    """Fill the block `<!-- runs: claims -->` of a document in anew: the paper's claims beside what these runs give."""
+    runs = report_runs(results_dir)
+    block = f"{CLAIMS[0]}\n{_claims(_exhibits(runs), runs).markdown()}\n{CLAIMS[1]}"
+    before, rest = path.read_text("utf-8").split(CLAIMS[0])
+    path.write_text(before + block + rest.split(CLAIMS[1], 1)[1], "utf-8")
+
+
+def _exhibits(runs: Sequence[Run]) -> dict[str, Exhibit]:
+    stored, values = Stored(runs), paper.load()
+    return {name: build(each, values.get(name), stored) for name, each in load_experiments().items()}
+
+
+def _claims(exhibits: Mapping[str, Exhibit], runs: Sequence[Run]) -> Check:
+    return as_table(claims(paper.load(), Evidence(exhibits, runs)))
 
 
 def write_figures(
@@ -127,6 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folders", nargs="*", metavar="RUN_FOLDER", help="only these runs (default: all)")
     parser.add_argument("--results-dir", default="results", help="where runs are, and tables/ and figures/ go")
     parser.add_argument("--only", nargs="+", default=[], metavar="FIGURE", help="figures: these, such as figure4")
+    parser.add_argument("--update", type=Path, metavar="FILE", help="tables: the claims in this document too")
     parser.add_argument("--figure-name", metavar="NAME", help="figures: one of all runs, of this name, and no other")
     options = parser.parse_intermixed_args(arguments)
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
@@ -136,6 +159,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print_table(_some(options.results_dir, runs), file=sys.stdout)
         elif options.what == "tables":
             print(*write_tables(options.results_dir, runs), sep="\n")
+            if options.update:
+                update_document(options.update, options.results_dir)
         elif options.what == "report":
             from fasa_bench.site.build import write_site  # not at the top: tables need no templates
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fasa_bench.paper import Claim, Place
+from fasa_bench.paper_checks import Check
 from fasa_bench.paper_claims import Recomputed, recomputed
 from fasa_bench.site.evidence import Evidence, Found, find
 from fasa_bench.tables import number
@@ -86,6 +87,24 @@ def claims(paper: Mapping[str, Place], evidence: Evidence) -> list[ClaimView]:
             how = HOW.get(name) or (given.how if given else "=")
             views.append(ClaimView(place, claim, given, tuple(find(name, claim, evidence)), how))
     return views
+
+
+def as_table(views: Sequence[ClaimView]) -> Check:
+    """All claims with what the paper's own numbers and our runs say."""
+    rows = [
+        (
+            f"{view.claim.text} ({view.place.name})",
+            view.claimed,
+            view.own_text or "-",
+            "; ".join(f"{each.name}: {each.text(view.claim.unit)}" for each in view.ours) or "not run",
+            view.verdict,
+        )
+        for view in views
+    ]
+    ran = sum(bool(view.ours) for view in views)
+    finding = f"{ran} of {len(views)} numbers in the paper's text have one of ours beside them."
+    columns = ("claim", "the paper says", "its own numbers give", "our runs give", "verdict")
+    return Check("The paper's claims", finding, columns, rows)
 
 
 def _order(place: Place) -> tuple[int, int]:
