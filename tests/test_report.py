@@ -15,7 +15,7 @@ from fasa_bench import report
 from fasa_bench.comparison import differences
 from fasa_bench.errors import UserError
 from fasa_bench.figures import GREY, figure
-from fasa_bench.report import main, print_table, write_figures, write_tables
+from fasa_bench.report import main, print_table, update_document, write_figures, write_tables
 from fasa_bench.store import Run, RunStore, find_runs, load_run, run_id
 from fasa_bench.tables import difference, grouped, interval, number, table
 
@@ -455,3 +455,16 @@ def test_reading_results_loads_no_model() -> None:
     script = "import sys, fasa_bench.report, fasa_bench.figures; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
     assert report.table is table
+
+
+def test_the_document_shows_what_the_committed_runs_give(tmp_path: Path) -> None:
+    """docs/reproduction.md has the paper's claims beside the runs that are in the repository, and no others."""
+    root = Path(__file__).resolve().parents[1]
+    for folder in ("mini", "measured"):
+        (tmp_path / folder).symlink_to(root / "results" / folder)
+    document = tmp_path / "reproduction.md"
+    document.write_text((root / "docs" / "reproduction.md").read_text("utf-8"), "utf-8")
+    before = document.read_text("utf-8")
+    update_document(document, tmp_path)
+    assert document.read_text("utf-8") == before, "run python -m fasa_bench.report tables --update docs/reproduction.md"
+    assert "SmolLM2-135M: " in before
