@@ -468,3 +468,13 @@ def test_the_document_shows_what_the_committed_runs_give(tmp_path: Path) -> None
     update_document(document, tmp_path)
     assert document.read_text("utf-8") == before, "run python -m fasa_bench.report tables --update docs/reproduction.md"
     assert "SmolLM2-135M: " in before
+
+
+def test_a_document_without_the_block_is_one_clear_error(tmp_path: Path) -> None:
+    document = tmp_path / "README.md"
+    document.write_text("# Title\n", "utf-8")
+    with pytest.raises(UserError, match=r"--update=.*README.md.* must have a block from <!-- runs: claims -->"):
+        update_document(document, tmp_path)
+    with pytest.raises(UserError, match=r"--update=.*cannot be read"):
+        update_document(tmp_path, tmp_path)
+    assert document.read_text("utf-8") == "# Title\n"
