@@ -473,7 +473,7 @@ def main() -> int:
     wrong = [(check, name, value) for check, name, value in results if not isinstance(value, float) or value != value]
     for check, name, value in wrong[:12]:
         print("WRONG", check["shape"], check["dtype"], check["config"], name, str(value).strip()[-300:], sep=" | ")
-    print(f"checks: {len(results) - len(wrong)} right, {len(wrong)} wrong, {time.monotonic() - begin:.0f} s", flush=True)
+    print(f"checks: {len(results)}, of them {len(wrong)} wrong, {time.monotonic() - begin:.0f} s", flush=True)
     save()
 
     report["copy_bytes_per_second"] = copy_bandwidth()
