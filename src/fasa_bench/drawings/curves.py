@@ -8,6 +8,7 @@ of the axis, over "all" and "?".
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -26,6 +27,7 @@ from fasa_bench.paper import Place, Value
 
 HEIGHT, LOW = 1.5, 0.95  # inches of a panel, and of one with nothing in it
 LETTER = 0.06  # inches of a title's
+LINE = 34  # letters of a note in a panel
 SPAN = 5  # percentage points that an axis has at least
 FULL = "fkv"
 ALL, UNKNOWN = "all", "?"  # where the paper's numbers for all budgets stand, and those of unknown ones
@@ -352,8 +354,10 @@ def _say_what_is_missing(ax: Axes, grid: Grid, exhibit: Exhibit, told: bool) -> 
                 0.02, 0.98, f"ours: {NOT_RUN}", transform=ax.transAxes, ha="left", va="top", style="italic", **FAINT
             )
     elif missing:
-        text = f"{NOT_RUN}: {', '.join(LABELS.get(row, exhibit.label(row)) for row in missing)}"
-        ax.text(0.02, 0.98, text, transform=ax.transAxes, ha="left", va="top", style="italic", **FAINT)
+        names = ", ".join(LABELS.get(row, exhibit.label(row)) for row in missing)
+        text = textwrap.fill(f"{NOT_RUN}: {names}", LINE)
+        note = ax.text(0.02, 0.98, text, transform=ax.transAxes, ha="left", va="top", style="italic", **FAINT)
+        note.set_in_layout(False)  # a panel is not to grow with it
 
 
 def _handles(exhibit: Exhibit, series: Series, told: bool) -> list[Line2D]:

@@ -152,9 +152,24 @@ def _speedup(evidence: Evidence) -> Iterator[Found]:
             )
 
 
+def _compression(evidence: Evidence) -> Iterator[Found]:
+    """Device bytes of full KV by those of FASA-M, at the longest context that was timed."""
+    for run in evidence.runs:
+        timed = [row for row in run.rows if row.get("measured", {}).get("full") and row["measured"].get("method")]
+        if run.name("method") != "fasa_m" or not timed:
+            continue
+        row = max(timed, key=lambda row: int(row["fields"]["context"]))
+        held = {who: row["measured"][who]["device_bytes"] for who in ("full", "method")}
+        form = "shared per KV head" if run.config["method"].get("fc_granularity") == "kv_head" else "per query head"
+        name = f"{run.name('model')}, chunks {form}, {row['fields']['context'] // 1024}K tokens"
+        profile = "mini" if run.name("model") == "smollm2_135m" else "paper"
+        yield Found(name, profile, held["full"] / held["method"], runs=(run.folder.name,), model=run.name("model"))
+
+
 OURS: Mapping[str, Callable[[Evidence], Iterator[Found]]] = {
     "headline.longbench": _kept,
     "headline.speedup": _speedup,
+    "headline.compression": _compression,
     "headline.dominant": _share("dominant"),
     "headline.non_dominant": _share("non_dominant"),
     "table1.f8_over_snapkv": _over_snapkv,
