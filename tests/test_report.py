@@ -101,11 +101,11 @@ def demo(tmp_path: Path) -> Path:
         (None, "-"),
     ],
 )
-def test_number(value: float | int | None, text: str) -> None:
+def test_numbers_are_printed_with_four_digits(value: float | int | None, text: str) -> None:
     assert number(value) == text
 
 
-def test_interval() -> None:
+def test_an_interval_or_why_there_is_none() -> None:
     assert interval(PPL["perplexity"]) == "16.70 [15.9, 17.6]"
     assert interval({"value": 3.25, "ci_low": None, "ci_high": None, "n": 1}) == "3.250"
     assert interval(None) == "not run"
