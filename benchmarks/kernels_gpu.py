@@ -469,16 +469,11 @@ def main() -> int:
         arguments.out.write_text(json.dumps(report, indent=1))
 
     report["checks"] = all_checks(arguments.workers, begin + 0.6 * arguments.seconds)
-    wrong = 0
-    for check in report["checks"]:
-        for name, value in check["error"].items():
-            if not isinstance(value, float) or value != value:
-                wrong += 1
-                if wrong <= 12:
-                    last = str(value).strip().splitlines()[-3:]
-                    print("WRONG", check["shape"], check["dtype"], check["config"], name, *last, sep=" | ")
-    right = sum(isinstance(value, float) for check in report["checks"] for value in check["error"].values())
-    print(f"checks: {right} right, {wrong} wrong, {time.monotonic() - begin:.0f} s", flush=True)
+    results = [(check, name, value) for check in report["checks"] for name, value in check["error"].items()]
+    wrong = [(check, name, value) for check, name, value in results if not isinstance(value, float) or value != value]
+    for check, name, value in wrong[:12]:
+        print("WRONG", check["shape"], check["dtype"], check["config"], name, str(value).strip()[-300:], sep=" | ")
+    print(f"checks: {len(results)}, of them {len(wrong)} wrong, {time.monotonic() - begin:.0f} s", flush=True)
     save()
 
     report["copy_bytes_per_second"] = copy_bandwidth()

@@ -34,7 +34,7 @@ def test_a_budget_below_sinks_and_current_token_is_refused() -> None:
     assert check_budget(0, FullKV("fkv")) is None
 
 
-def test_counts() -> None:
+def test_a_share_or_a_number_becomes_a_count() -> None:
     assert [resolve_count("k", count, 32) for count in (0.25, 8, 32, 0.001, 1.0)] == [8, 8, 32, 1, 32]
     for wrong in (33, 0, 1.5, -1):
         with pytest.raises(UserError, match="from 1 to 32"):

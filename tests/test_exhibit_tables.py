@@ -269,6 +269,18 @@ def test_overlap_of_the_dominant_chunks_by_hand(tmp_path: Path) -> None:
     assert whole.cell("qasper", "mean").value == (100 + 100 + 50 + 0 + 50) / 5
 
 
+def test_a_damaged_artefact_is_told_and_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    experiment = EXPERIMENTS["table10"]
+    [planned] = experiment.plan("mini")
+    run = observed(tmp_path, planned, {"qasper": [best(0, 1)], "musique": [best(0, 1)]})
+    damaged = run.folder / "agreement" / "qasper" / "0.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:50])
+    grid = build(experiment, None, Stored([run])).grids[-1]
+    assert grid.cell("qasper", "musique").state == "not run"
+    assert grid.cell("musique", "musique").value == 100
+    assert "agreement/qasper/0.safetensors cannot be read" in caplog.text
+
+
 def test_ties_have_no_more_dominant_chunks() -> None:
     assert dominant(np.zeros((1, 2, 8)), 0.25).sum(-1).tolist() == [[2, 2]]
     assert in_common(dominant(best(0, 1), 0.25), dominant(best(1, 2), 0.25)) == 50

@@ -143,7 +143,7 @@ LAYOUTS = {  # where it is not 8 pairs of halves
 
 
 @pytest.mark.parametrize("name", FULL)
-def test_layouts(name: str) -> None:
+def test_which_dimensions_rotate_together(name: str) -> None:
     rope = rope_of(name)
     assert (rope.layout, len(rope.pairs)) == LAYOUTS.get(name, ("half", 8))
     assert rope.scaled == (name in LENGTH_DEPENDENT)

@@ -51,6 +51,10 @@ def test_reports_never_load_a_model() -> None:
         "tables",
         "figures",
         "latency_tables",
+        "exhibits",
+        "exhibit_tables",
+        "derived",
+        "experiments",
         *(f"drawings/{path.stem}" for path in (ROOT / "src" / "fasa_bench" / "drawings").glob("*.py")),
         "paper",
         "paper_checks",
@@ -78,6 +82,17 @@ def test_files_stay_small() -> None:
     for path in (ROOT / "conf").rglob("*.yaml"):
         if path.name != "config.yaml":
             assert len(path.read_text().splitlines()) <= 15, path
+
+
+def test_the_architecture_names_every_module_once() -> None:
+    rows = re.findall(r"^\| (`.*?) \| (.*?) \|", (ROOT / "docs" / "architecture.md").read_text(), flags=re.MULTILINE)
+    named = [name for modules, knows in rows for name in re.findall(r"`(\w+)`", modules)]
+    package = ROOT / "src" / "fasa_bench"
+    assert sorted(named) == sorted(path.stem for path in package.glob("*.py") if path.stem != "__init__")
+    for folder in ("site", "drawings"):
+        [knows] = [knows for modules, knows in rows if modules == f"`{folder}/`"]
+        modules = {path.stem for path in (package / folder).glob("*.py")} - {"__init__"}
+        assert modules == set(re.findall(r"`(\w+)`", knows))
 
 
 def blocks(language: str) -> list[str]:

@@ -252,7 +252,7 @@ def test_bad_parameters() -> None:
         LongBench(max_new_tokens=0)
 
 
-def test_presets() -> None:
+def test_groups_of_data_sets_by_name() -> None:
     assert LongBench().selected == tuple(DATA_SETS)
     assert len(DATA_SETS) == 21
     assert LongBench("qasper").selected == ("qasper",)
@@ -353,7 +353,7 @@ def test_official_prompts_address() -> None:
     assert data.PROMPTS_SHA256 == "56d22ad4f382169c2b8a11ff4c982a4a1bea096c8152b0f0b85b64686b157c30"
 
 
-def test_hub_zip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hubs_zip_is_read_where_no_folder_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     task = write(tmp_path, lcc=[row(context="from the hub")])
     archive = tmp_path / "data.zip"
     with zipfile.ZipFile(archive, "w") as file:

@@ -24,7 +24,7 @@ def scored(
     }
 
 
-def test_scores() -> None:
+def test_scores_by_hand() -> None:
     task = LongBench()
 
     def score(dataset: str, text: str, answers: list[str], **fields: Any) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def test_scores() -> None:
         score("trec", "City", ["City"])
 
 
-def test_metrics() -> None:
+def test_averages_and_bins_of_length_by_hand() -> None:
     task = LongBench(["qasper", "gov_report"], by_length=True)
     long = " ".join(map(str, range(1200)))
     rows = [

@@ -162,7 +162,7 @@ def test_the_hub_is_asked_for_one_pinned_file(tmp_path: Path, monkeypatch: pytes
     assert task.warnings == []
 
 
-def test_no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_hub_the_error_says_what_to_get(monkeypatch: pytest.MonkeyPatch) -> None:
     def offline(*args: Any, **kwargs: Any) -> str:
         raise ConnectionError("no network\nlong story")
 

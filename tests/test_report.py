@@ -101,11 +101,11 @@ def demo(tmp_path: Path) -> Path:
         (None, "-"),
     ],
 )
-def test_number(value: float | int | None, text: str) -> None:
+def test_numbers_are_printed_with_four_digits(value: float | int | None, text: str) -> None:
     assert number(value) == text
 
 
-def test_interval() -> None:
+def test_an_interval_or_why_there_is_none() -> None:
     assert interval(PPL["perplexity"]) == "16.70 [15.9, 17.6]"
     assert interval({"value": 3.25, "ci_low": None, "ci_high": None, "n": 1}) == "3.250"
     assert interval(None) == "not run"
@@ -468,3 +468,13 @@ def test_the_document_shows_what_the_committed_runs_give(tmp_path: Path) -> None
     update_document(document, tmp_path)
     assert document.read_text("utf-8") == before, "run python -m fasa_bench.report tables --update docs/reproduction.md"
     assert "SmolLM2-135M: " in before
+
+
+def test_a_document_without_the_block_is_one_clear_error(tmp_path: Path) -> None:
+    document = tmp_path / "README.md"
+    document.write_text("# Title\n", "utf-8")
+    with pytest.raises(UserError, match=r"--update=.*README.md.* must have a block from <!-- runs: claims -->"):
+        update_document(document, tmp_path)
+    with pytest.raises(UserError, match=r"--update=.*cannot be read"):
+        update_document(tmp_path, tmp_path)
+    assert document.read_text("utf-8") == "# Title\n"

@@ -299,6 +299,17 @@ def test_a_page_says_how_to_run_it_and_what_it_needs(trees: dict[str, Any]) -> N
     assert "needs another architecture" in text(trees["exhibits/table7.html"])
 
 
+def test_notes_of_a_table_of_our_own_are_shown_too(trees: dict[str, Any]) -> None:
+    """It has none of the paper's numbers."""
+    [note] = load_experiments()["granularity"].notes
+    assert note in text(trees["exhibits/granularity.html"])
+
+
+def test_the_overview_leads_to_every_document(trees: dict[str, Any]) -> None:
+    linked = {link.get("href") for link in each(trees["index.html"], "a")}
+    assert {name for name in trees if name.startswith("docs/")} <= linked
+
+
 def test_findings_are_computed_from_the_papers_values(trees: dict[str, Any]) -> None:
     assert "14 of 30 AVG cells differ" in text(trees["findings.html"])
     assert "<!--" not in text(trees["findings.html"])

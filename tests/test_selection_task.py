@@ -75,7 +75,7 @@ def test_kinds_of_tokens() -> None:
 
 
 @pytest.mark.parametrize(("method", "recall"), [("oracle", 100), ("fasa", None)])
-def test_a_run(tmp_path: Path, method: str, recall: float | None) -> None:
+def test_a_run_holds_its_method_against_the_oracle(tmp_path: Path, method: str, recall: float | None) -> None:
     settings = ["model=tiny", "logger=none", "task=selection", "task.prefill=160", "task.decode=4", "task.n_samples=1"]
     settings += ["calibration.prefill=128", "calibration.decode=4", "calibration.k=16", f"results_dir={tmp_path}"]
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):

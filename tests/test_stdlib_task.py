@@ -156,7 +156,7 @@ def test_begin_token_is_put_where_the_model_expects_one(model: Model, examples: 
     }
 
 
-def test_scores(examples: list[Example]) -> None:
+def test_scores_of_each_part_by_hand(examples: list[Example]) -> None:
     task = Stdlib(context=512)
     code, passkey, window = (of(examples, part)[0] for part in ("code", "passkey", "perplexity"))
     answer, key = code.fields["answer"], passkey.fields["answer"]

@@ -180,7 +180,7 @@ def test_no_server_is_asked_for_a_key(tmp_path: Path, monkeypatch: pytest.Monkey
         ("online", "", None, "offline"),  # rather than a question in a batch job
     ],
 )
-def test_mode(
+def test_the_settings_the_environment_and_a_key_decide_the_mode(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     messages: pytest.LogCaptureFixture,

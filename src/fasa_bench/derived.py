@@ -2,7 +2,7 @@
 
 An experiment's layout names one of DERIVED. Overlaps read the artefacts of runs of task=calibration: mean CA [layers,
 Hq, FCs] of each text, in the run folder. A head's dominant FCs are its best ones, `share` of all: a quarter if the
-layout does not say, as FASA takes by default.
+layout does not say.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import itertools
 import logging
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from fasa_bench.exhibits import LABELS, Cell, Grid, State, Stored, cell_of
@@ -30,6 +32,18 @@ log = logging.getLogger("fasa_bench")
 Layout = Mapping[str, Any]
 Array = NDArray[Any]
 Cells = dict[tuple[Any, Any], Cell]
+QUARTER = 0.25  # of a head's FCs, as FASA takes by default
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What a run stored for one text. mean: CA [layers, Hq, units]; k, tokens: size of the sets, and of the text."""
+
+    run: Run
+    dataset: str
+    mean: Array
+    k: int
+    tokens: int
 
 
 def calibrations(experiment: Experiment, layout: Layout, place: Place | None, stored: Stored) -> Iterator[Grid]:
@@ -62,7 +76,7 @@ def overlap(experiment: Experiment, layout: Layout, place: Place | None, stored:
         found: dict[str, tuple[Array, Run]] = {}
         for run in filter(None, map(stored.find, (one for one in planned if one.given["task"] == "calibration"))):
             for source, samples in _samples(run).items():
-                found.setdefault(source, (dominant(np.mean(samples, axis=0), layout.get("share", 0.25)), run))
+                found.setdefault(source, (dominant(np.mean(samples, axis=0), layout.get("share", QUARTER)), run))
         cells: Cells = {}
         for row, column in itertools.product(names, names):
             paper = _paper(place, model=model, calibration=row, other=column, metric="overlap")
@@ -91,10 +105,10 @@ def sizes(experiment: Experiment, layout: Layout, place: Place | None, stored: S
         columns = [f"{source} · {what}" for source in layout["values"] for what in ("each other", "all samples")]
         for run in filter(None, map(stored.find, planned)):
             for source, samples in _samples(run).items():
-                whole = dominant(np.mean(samples, axis=0), layout.get("share", 0.25))
+                whole = dominant(np.mean(samples, axis=0), layout.get("share", QUARTER))
                 for size in layout["rows"]:
                     sets = [
-                        dominant(np.mean(samples[start : start + size], axis=0), layout.get("share", 0.25))
+                        dominant(np.mean(samples[start : start + size], axis=0), layout.get("share", QUARTER))
                         for start in range(0, len(samples) - size + 1, size)
                     ]
                     pairs = [in_common(one, other) for one, other in itertools.combinations(sets, 2)]
@@ -155,17 +169,25 @@ def in_common(mine: Array, theirs: Array) -> float:
     return float(100 * ((mine & theirs).sum(-1) / mine.sum(-1)).mean())
 
 
-def _samples(run: Run) -> dict[str, list[Array]]:
-    """{source: CA [layers, Hq, FCs] of each of its texts}, from the run's files."""
-    found: dict[str, list[Array]] = {}
+def agreements(run: Run) -> Iterator[Agreement]:
+    """Of each text that a run of task=calibration observed; files that are gone or damaged are left out."""
+    task = run.config.get("task") or {}
     for row in run.rows:
         for name in row.get("files") or ():
             try:
-                agreement = load_file(run.folder / name)["agreement"]
-            except (OSError, KeyError, ValueError) as error:
+                mean = load_file(run.folder / name)["agreement"]
+            except (OSError, KeyError, SafetensorError) as error:
                 log.warning("%s: its artefact %s cannot be read (%s) and is left out", run.folder, name, error)
                 continue
-            found.setdefault(row["fields"]["dataset"], []).append(agreement)
+            tokens = int(row.get("prompt_tokens") or task.get("prefill", 0)) + int(task.get("decode", 0)) // 2
+            yield Agreement(run, row["fields"]["dataset"], mean, int(task.get("k", 0)), tokens)
+
+
+def _samples(run: Run) -> dict[str, list[Array]]:
+    """{source: CA [layers, Hq, FCs] of each of its texts}."""
+    found: dict[str, list[Array]] = {}
+    for each in agreements(run):
+        found.setdefault(each.dataset, []).append(each.mean)
     return found
 
 

@@ -55,6 +55,7 @@ def places(runs: Sequence[Run], results_dir: str | Path) -> dict[str, str]:
 
 
 def markdown(exhibit: Exhibit) -> str:
+    """To read: grids with something measured first, each with its legend, notes at the end."""
     parts = [f"# {_title(exhibit)}"]
     for grid in _measured_first(exhibit):
         header, groups = _lines(exhibit, grid)
@@ -67,6 +68,7 @@ def markdown(exhibit: Exhibit) -> str:
 
 
 def latex(exhibit: Exhibit) -> str:
+    """To put into a paper: one float a grid, with fewer digits than the Markdown."""
     parts = ["% needs \\usepackage{booktabs,graphicx}"]
     of_paper = f" ({exhibit.name} of the paper)" if exhibit.name != exhibit.title else ""
     for index, grid in enumerate(_measured_first(exhibit)):

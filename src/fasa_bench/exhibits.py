@@ -279,12 +279,12 @@ def _grids(experiment: Experiment, layout: Mapping[str, Any], place: Place | Non
                     run, metric, paper and in_unit(paper, layout.get("unit", "%")), stored
                 )
         for panel, cells in panels.items():
-            yield _grid(layout, dimensions, panel, cells, profile, experiment, place, stored)
+            yield _grid(layout, dimensions, panel, cells, profile, place, stored)
 
 
 def _grid(
     layout: Mapping[str, Any], dimensions: Mapping[str, list[str]], panel: Key, cells: dict[tuple[Any, Any], Cell],
-    profile: str, experiment: Experiment, place: Place | None, stored: Stored,
+    profile: str, place: Place | None, stored: Stored,
 ) -> Grid:  # fmt: skip
     rows, columns = (tuple(dict.fromkeys(at[index] for at in cells)) for index in (0, 1))
     metric = layout.get("average")

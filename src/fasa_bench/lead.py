@@ -29,6 +29,8 @@ ROWS, BLOCKS = Layout(0), Layout(BLOCK)
 
 
 class Lead(Protocol):
+    """Leading dimensions of `capacity` tokens, for the whole batch or once for all of it."""
+
     @property
     def capacity(self) -> int: ...
     @property

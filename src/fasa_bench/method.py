@@ -103,9 +103,10 @@ class Method:
         return visible
 
     def step(self, layer: KVLayer, query: Tensor) -> tuple[Tensor, int] | None:
-        """Selection and attention in one, for a method with kernels of its own: `select` and `combine` are not asked.
+        """Selection and attention in one, for a method with kernels of its own.
 
-        Called where `select` would be. Output [b, 1, Hq, d] and the tokens that a head read; None to go the usual way.
+        Called where `select` would be. Returns the output [b, 1, Hq, d] and the tokens that a head read, and `combine`
+        and `decoded` are not called then; None to go the usual way.
         """
         return None
 

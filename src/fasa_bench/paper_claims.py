@@ -13,6 +13,8 @@ EPSILON = 1e-9
 
 
 class Recomputed(NamedTuple):
+    """A number of the text, and what other numbers of the paper give for it; source: which ones."""
+
     claim: Claim
     value: float
     source: str

@@ -106,11 +106,20 @@ def write_tables(results_dir: str | Path, runs: Sequence[Run] | None = None) -> 
 
 
 def update_document(path: Path, results_dir: str | Path) -> None:
-    """Fill the block `<!-- runs: claims -->` of a document in anew: the paper's claims beside what these runs give."""
+    """Fill the block `<!-- runs: claims -->` of a document in anew: the paper's claims beside what these runs give.
+
+    Raises UserError for a file that cannot be read or has no such block.
+    """
+    first, last = CLAIMS
+    try:
+        before, opened, rest = path.read_text("utf-8").partition(first)
+    except (OSError, ValueError) as error:
+        raise UserError.of("--update", str(path), f"cannot be read ({error})") from error
+    _, closed, after = rest.partition(last)
+    if not (opened and closed):
+        raise UserError.of("--update", str(path), f"must have a block from {first} to {last}")
     runs = report_runs(results_dir)
-    block = f"{CLAIMS[0]}\n{_claims(_exhibits(runs), runs).markdown()}\n{CLAIMS[1]}"
-    before, rest = path.read_text("utf-8").split(CLAIMS[0])
-    path.write_text(before + block + rest.split(CLAIMS[1], 1)[1], "utf-8")
+    _write(path, f"{before}{first}\n{_claims(_exhibits(runs), runs).markdown()}\n{last}{after}".encode())
 
 
 def _exhibits(runs: Sequence[Run]) -> dict[str, Exhibit]:

@@ -45,10 +45,15 @@ def plan(experiments: Iterable[Experiment], profile: str, replace: Mapping[str, 
     for experiment in experiments:
         for planned in experiment.plan(profile, replace):
             found.setdefault(tuple(sorted(planned.settings, key=repr)), planned)
+    return [planned for group in sharing_prompts(found.values()) for planned in group]
+
+
+def sharing_prompts(planned: Iterable[Planned]) -> list[list[Planned]]:
+    """The runs in groups of those that share prompts."""
     groups: dict[str, list[Planned]] = {}
-    for planned in found.values():
-        groups.setdefault(group_key(planned), []).append(planned)
-    return [planned for group in groups.values() for planned in group]
+    for one in planned:
+        groups.setdefault(group_key(one), []).append(one)
+    return list(groups.values())
 
 
 def configs(
@@ -164,10 +169,7 @@ def _run(options: argparse.Namespace) -> int:
     common = [f'results_dir="{folder}"', *(text for text in texts if not text.startswith("results_dir="))]
     clock = Clock(planned)
     failures = []
-    groups: dict[str, list[Planned]] = {}
-    for one in planned:
-        groups.setdefault(group_key(one), []).append(one)
-    for members in groups.values():
+    for members in sharing_prompts(planned):
         clock.tell(members)
         ends = cli.run_jobs(configs(members, common, options.data))
         failures += [f"{end.job}: {end.error}" for end in ends if end.error]
@@ -182,13 +184,11 @@ class Clock:
     """Says how much time is left: the estimate of each task, corrected by how long its groups took so far."""
 
     def __init__(self, planned: Sequence[Planned]) -> None:
-        groups: dict[str, list[Planned]] = {}
-        for one in planned:
-            groups.setdefault(group_key(one), []).append(one)
+        groups = sharing_prompts(planned)
         self._groups, self._finished = len(groups), 0
         self._left: dict[str, float] = {}  # seconds, by task
         self._taken: dict[str, tuple[float, float]] = {}  # estimate and truth of what was computed, by task
-        for members in groups.values():
+        for members in groups:
             task = members[0].given["task"]
             self._left[task] = self._left.get(task, 0.0) + total(members)
 

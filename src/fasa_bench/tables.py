@@ -123,9 +123,7 @@ def numbers(runs: Iterable[Run]) -> pd.DataFrame:
             if simulated(run):
                 latency = {}
             row |= flatten({"latency": latency, "memory": run.summary.get("memory") or {}})
-            row |= {
-                f"realised.{key}": realised(run, key) for key in ("attended_tokens", "cached_tokens", "sparse_steps")
-            }
+            row |= {f"realised.{key}": realised(run, key) for key in REALISED}
             row |= {"speed": "simulated" if simulated(run) else "measured", "machine": machine(run)}
             rows.append(row)
     return pd.DataFrame(rows, dtype=object)  # else a missing number makes floats of a column of integers

@@ -17,6 +17,8 @@ CHUNK = 4096  # tokens that go to the host at a time, so that the device never h
 
 
 class Tail(Protocol):
+    """The rest of so many tokens, wherever it lies."""
+
     storage: Tensor
     dim: int  # v
 

@@ -25,6 +25,7 @@ CAPTION = (
 
 
 def draw() -> Drawing:
+    """The whole figure; its record has no points."""
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(PAGE, 2.6), layout="constrained")
         ax = figure.subplots()

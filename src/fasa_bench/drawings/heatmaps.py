@@ -16,15 +16,13 @@ from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
-from numpy.typing import NDArray
-from safetensors.numpy import load_file
 
+from fasa_bench.derived import QUARTER, Agreement, agreements, dominant, in_common
 from fasa_bench.drawings.style import COLUMN, NOT_RUN, PAGE, Drawing, footnote, say_not_run
 from fasa_bench.exhibits import Exhibit, Stored
 from fasa_bench.experiments import PROFILES, Experiment, Planned
 from fasa_bench.figures import STYLE
 from fasa_bench.paper import Place
-from fasa_bench.store import Run
 
 HEIGHT, LOW = 1.55, 0.8  # inches of a panel, and of one that was not run
 COLOURS = "viridis"  # its lightness rises evenly: the same order for colour-blind readers and in grey
@@ -34,30 +32,6 @@ UNITS = {"dimensions": "dimensions", "chunks": "FCs"}  # by key of the paper's p
 # numbers of transformer layers of the paper's models, by their config.json
 LAYERS = {"llama32_3b": 28, "llama31_8b": 32, "mistral_7b": 32, "qwen25_14b": 48, "qwen25_14b_1m": 48, "qwen25_32b": 64}
 LAYERS |= {"baichuan_13b": 40, "deepseek_v2_lite": 27}
-SHARE = 4  # dominant: the best quarter of a head's units, as many as FASA takes
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """What a run stored for one text. mean: CA [layers, Hq, units]; k, tokens: size of the sets, and of the text."""
-
-    run: Run
-    dataset: str
-    mean: NDArray[np.float32]
-    k: int
-    tokens: int
-
-    @property
-    def chance(self) -> float:
-        """CA of a unit that knows nothing, about."""
-        return self.k / self.tokens
-
-    @property
-    def dominant(self) -> NDArray[np.bool_]:
-        """Each head's best quarter of units."""
-        order = np.argsort(-self.mean, axis=-1, kind="stable")
-        ranks = np.argsort(order, axis=-1, kind="stable")
-        return ranks < max(1, self.mean.shape[-1] // SHARE)
 
 
 @dataclass(frozen=True)
@@ -99,18 +73,6 @@ def draw(experiment: Experiment, exhibit: Exhibit, place: Place | None, stored: 
         notes += [f"the embedded model lacks what it needs: {experiment.needs}"] if experiment.needs else []
         footnote(figure, notes, width)
     return Drawing(figure, "; ".join([*notes, *exhibit.notes]), points)
-
-
-def agreements(run: Run) -> Iterator[Agreement]:
-    """Of each text that a run of task=calibration observed. Files that are missing are left out."""
-    task = run.config.get("task") or {}
-    for row in run.rows:
-        for name in row.get("files") or {}:
-            path = run.folder / name
-            if name.endswith(".safetensors") and path.is_file():
-                tokens = int(row.get("prompt_tokens") or task.get("prefill", 0)) + int(task.get("decode", 0)) // 2
-                mean = load_file(path)["agreement"]
-                yield Agreement(run, row["fields"]["dataset"], mean, int(task.get("k", 0)), tokens)
 
 
 def _panels(experiment: Experiment, profile: str, place: Place | None, stored: Stored) -> Iterator[Panel]:
@@ -217,8 +179,8 @@ def _agreement_of_two(lines: Sequence[Sequence[Panel]], exhibit: Exhibit) -> Ite
         if len(found) == 2:
             one, other = found.values()
             alike = np.corrcoef(one.mean.ravel(), other.mean.ravel())[0, 1]
-            shared = (one.dominant & other.dominant).sum() / one.dominant.sum()
+            shared = in_common(dominant(one.mean, QUARTER), dominant(other.mean, QUARTER))
             yield (
                 f"{exhibit.label(line[0].model)}, both data sets over all layers: correlation of CA {alike:.3f}, "
-                f"{shared:.0%} of each head's best quarter of FCs the same"
+                f"{shared:.0f}% of each head's best quarter of FCs the same"
             )

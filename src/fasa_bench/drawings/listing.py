@@ -69,6 +69,7 @@ def parts(root: Path = ROOT) -> list[Part]:
 
 
 def draw(root: Path = ROOT) -> Drawing:
+    """The listing as a figure. root: of the source; raises LookupError as `parts`."""
     found = parts(root)
     rows = _rows(found)
     with mpl.rc_context(STYLE):

@@ -170,7 +170,8 @@ class Site:
         verdicts = [claim.own_verdict for claim in self.claims]
         own = {verdict: verdicts.count(verdict) for verdict in claims.BY_PAPER}
         answered = sum(bool(claim.ours) for claim in self.claims)
-        return self._page("index.html", claims=self.claims, own=own, answered=answered, pages=self.pages)
+        shown: dict[str, Any] = {"claims": self.claims, "own": own, "answered": answered, "pages": self.pages}
+        return self._page("index.html", documents=documents.names(), **shown)
 
     def _exhibit(self, page: ExhibitPage, index: int) -> str:
         others = [self.pages[other] if 0 <= other < len(self.pages) else None for other in (index - 1, index + 1)]

@@ -49,10 +49,6 @@ class CellView:
     runs: tuple[str, ...]
     remark: str
 
-    @property
-    def verdict_text(self) -> str:
-        return VERDICTS[self.verdict]
-
 
 @dataclass(frozen=True)
 class GridView:

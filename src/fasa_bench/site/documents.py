@@ -28,12 +28,16 @@ def findings() -> str:
     return path.read_text("utf-8") if path.is_file() else ""
 
 
+def names() -> list[str]:
+    """Of the other documents."""
+    return sorted(path.stem for path in DOCS.glob("*.md") if path.stem != FINDINGS)
+
+
 def others() -> Iterator[tuple[str, str, Markup]]:
     """Name, title and content of each other document."""
-    for path in sorted(DOCS.glob("*.md")):
-        if path.stem != FINDINGS:
-            text = path.read_text("utf-8")
-            yield path.stem, text.split("\n")[0].removeprefix("# "), html(text, {}, "docs")
+    for name in names():
+        text = (DOCS / f"{name}.md").read_text("utf-8")
+        yield name, text.split("\n")[0].removeprefix("# "), html(text, {}, "docs")
 
 
 def html(text: str, checks: Mapping[str, Check], folder: str = "") -> Markup:
