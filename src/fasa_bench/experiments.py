@@ -29,6 +29,7 @@ CONF = Path(__file__).resolve().parents[2] / "conf"
 PROFILES = ("paper", "mini")
 DEFAULTS = {"model": "smollm2_135m", "method": "fasa", "task": "stdlib", "budget": 256}
 SECTIONS = ("method", "task", "protocol", "cache", "calibration", "seed")  # what tells runs of one name apart
+UNSET = ("limit", "task.parts")  # null in an entry that extends another: not given
 # how much of an experiment was run, and where its data lay: never part of what it is
 SCALE = (
     "limit",
@@ -217,7 +218,7 @@ def _product(entry: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     choices = [value if isinstance(value, list) else [value] for value in entry.values()]
     for values in itertools.product(*choices):
         settings = {key: _frozen(value) for key, value in zip(entry, values, strict=True)}
-        yield {key: value for key, value in settings.items() if (key, value) != ("limit", None)}
+        yield {key: value for key, value in settings.items() if not (key in UNSET and value is None)}
 
 
 def _frozen(value: Any) -> Any:
