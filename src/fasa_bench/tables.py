@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,6 +28,7 @@ DIFFERENCE = {
     "p_value": "p_value",
     "pairs": "n",
 }
+SAME_HEADS = re.compile(r"fc_granularity=(\w+), token_granularity=\1")  # told in two words
 # what may tell runs of one name apart
 SETTINGS = ("model", "method", "protocol", "cache", "task", "calibration", "seed", "limit")
 
@@ -273,7 +275,8 @@ def _named(method: str, runs: list[Run]) -> list[tuple[str, Run]]:
         twins = [other for other in by_budget[repr(budget(run))] if settings[other.folder] == mine]
         if len(twins) > 1:  # other code, data or versions: only the id tells
             parts.append(run.folder.name[:6])
-        named.append((f"{method} ({', '.join(parts)})" if parts else method, run))
+        told_apart = SAME_HEADS.sub(r"per \1", ", ".join(parts))
+        named.append((f"{method} ({told_apart})" if parts else method, run))
     return named
 
 
