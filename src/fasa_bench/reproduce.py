@@ -34,8 +34,8 @@ DATA = {
     "math500": {"task.data_file": "math500.jsonl"},
     "aime24": {"task.data_file": "aime24.jsonl"},
     "ppl": {"task.path": "ppl/{task.corpus}"},
-    "calibration": {"task.data_dir": "longbench", "task.prompts_file": "longbench_config/dataset2prompt.json"},
 }
+DATA["calibration"] = DATA["selection"] = DATA["longbench"] | DATA["math500"]
 CORPUS_FOLDERS = {"c4_en": "c4"}
 
 
