@@ -184,6 +184,7 @@ def number(value: float | int | None, digits: int = 4) -> str:
         return MISSING
     if isinstance(value, int):
         return f"{value:,}"
+    value = value + 0.0  # no minus before a zero
     if 0 < abs(value) < 10**-digits:
         return f"{value:.1e}"
     return f"{value:,.{max(0, digits - len(str(int(abs(value)))))}f}"
