@@ -156,6 +156,8 @@ def test_reproduce_runs_what_is_missing_and_says_how_much_is_left(
         assert "[1 of 1] stdlib, 2 runs for toy; about 0 min left in all" in caplog.text
         assert main(command) == 0
         assert caplog.text.count("is complete") == 2
+        assert main(["toy", "logger=none", f"results_dir={tmp_path}"]) == 0  # as run.py has it
+        assert caplog.text.count("is complete") == 4
     assert "2 of 2 runs are complete" in capsys.readouterr().err
 
 

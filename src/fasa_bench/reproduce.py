@@ -37,6 +37,7 @@ DATA = {
 }
 DATA["calibration"] = DATA["selection"] = DATA["longbench"] | DATA["math500"]
 CORPUS_FOLDERS = {"c4_en": "c4"}
+RESULTS = {"mini": "results/mini", "paper": "results"}
 
 
 def plan(experiments: Iterable[Experiment], profile: str, replace: Mapping[str, Any] | None = None) -> list[Planned]:
@@ -161,11 +162,11 @@ def _run(options: argparse.Namespace) -> int:
     if options.data and not options.data.is_dir():
         raise UserError.of("--data", str(options.data), "must be a folder")
     values, texts = given([text for text in options.what if "=" in text])
+    folder = values.pop("results_dir", None) or options.results_dir or RESULTS[options.profile]
     planned = plan([known[name] for name in names or known], options.profile, values)
     if options.dry_run:
         dry_run(planned, options.profile)
         return 0
-    folder = options.results_dir or ("results/mini" if options.profile == "mini" else "results")
     common = [f'results_dir="{folder}"', *(text for text in texts if not text.startswith("results_dir="))]
     clock = Clock(planned)
     failures = []
