@@ -100,9 +100,8 @@ class Planned:
         budget = run.summary.get("budget") if run.summary else run.config.get("budget")
         if budget is not None and budget != self.given["budget"]:
             return False
-        wanted = self._identity
-        stored = _identity({key: run.config.get(key) for key in SECTIONS})
-        return all(stored[key] == value for key, value in wanted.items() if key in stored)
+        stored = _identity({key: run.config.get(key) for key in SECTIONS if _matters(run, key)})
+        return all(stored[key] == value for key, value in self._identity.items() if key in stored)
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
@@ -207,10 +206,12 @@ def _identity(config: Mapping[str, Any]) -> dict[str, Any]:
     flat = flatten({key: value for key, value in config.items() if value is not None})
     if text := flat.get("calibration.text"):
         flat["calibration.text"] = Path(text).stem  # qasper, whatever folder qasper.jsonl lies in
-    kept = {key: value for key, value in flat.items() if key not in aside and not key.endswith("_target_")}
-    if not str(config.get("method", {}).get("_target_", "")).partition("fasa_bench.methods.")[2].startswith("fasa"):
-        kept = {key: value for key, value in kept.items() if not key.startswith("calibration.")}
-    return kept
+    return {key: value for key, value in flat.items() if key not in aside and not key.endswith("_target_")}
+
+
+def _matters(run: Run, section: str) -> bool:
+    """Whether the run's identity has it: a method that is not calibrated is the same run whatever calibration says."""
+    return section != "calibration" or (run.config.get("identity") or {}).get(section, True) is not None
 
 
 def _product(entry: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
